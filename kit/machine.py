@@ -251,6 +251,11 @@ def open_files() -> Iterator[tuple[str, os.stat_result]]:
             yield os.readlink(f"/proc/self/fd/{name}"), os.fstat(int(name))  # noqa: PTH115 - a text, not a path
 
 
+def opened_again(fd: int) -> int:
+    """A descriptor that only reads the same file. Its locks are not those of the first."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def shm_names(prefixes: tuple[str, ...] = ("",)) -> set[str]:
     """Return this user's files in /dev/shm with names that begin with one of the prefixes."""
     numbers = set()

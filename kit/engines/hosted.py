@@ -19,6 +19,7 @@ from kit.errors import BadInput
 from kit.measure.observers.tensors import TensorState
 from kit.megatron import serve, shards
 from kit.megatron.config import Geometry, ModelConfig
+from kit.sync.adopting import let_go
 from kit.sync.buckets import Cut, Destination
 
 Destinations = Mapping[str, Sequence[Destination]]
@@ -70,7 +71,7 @@ class MegatronModel(ModuleTensors):
 
     def parameters(self) -> list[torch.Tensor]:
         scales = [scale for _, scale in shards.named_scales(self.chunks[0])]
-        return [*(parameter.data for parameter in self.chunks[0].parameters()), *scales]
+        return [*self.chunks[0].parameters(), *scales]
 
     def weights(self, destinations: Destinations) -> Cut:
         return Cut(destinations, self.parameters())
@@ -85,6 +86,7 @@ class MegatronModel(ModuleTensors):
         return None
 
     def sleep(self) -> None:
+        let_go(self.parameters())
         self.model.sleep()
 
     def wake(self) -> None:

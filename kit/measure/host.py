@@ -24,9 +24,9 @@ libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 MAP_FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = 3  # PROT_READ | PROT_WRITE
-_MAP_SHARED = 1
+_MAP_SHARED, _MAP_PRIVATE = 1, 2
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _PAGE = 4096
 _PIECE = 8 * 2**20  # populated and filled in one go; measured: 2 MiB and 64 MiB are both slower
 _WORKERS = 4  # more do not copy faster: memory is the limit
@@ -103,8 +103,9 @@ def _work(pieces: Iterator[Move], *, fresh: bool) -> None:
         libc.memcpy(target, source, size)
 
 
-def map_shared(fd: int, size: int) -> int:
-    address: int = libc.mmap(None, size, _READ_WRITE, _MAP_SHARED, fd, 0)
+def map_shared(fd: int, size: int, *, private: bool = False) -> int:
+    """`private`: what is written to the mapping is copied first, and no other process sees it."""
+    address: int = libc.mmap(None, size, _READ_WRITE, _MAP_PRIVATE if private else _MAP_SHARED, fd, 0)
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), f"mapping {size} bytes of shared memory failed")
     return address
@@ -122,6 +123,11 @@ def huge_pages(address: int, size: int) -> None:
 def populate(address: int, size: int) -> None:
     """Supply the pages of a range now and keep their contents. Only a hint, as above."""
     _advise(address, size, _MADV_POPULATE_WRITE)
+
+
+def map_pages(address: int, size: int) -> None:
+    """Map the pages that a range has already, which the first read of each would do one by one. Only a hint, as above."""
+    _advise(address, size, _MADV_POPULATE_READ)
 
 
 def _advise(address: int, size: int, advice: int) -> None:

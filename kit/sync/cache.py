@@ -11,7 +11,8 @@ needed. A segment goes to another process as a file descriptor over a Unix socke
 or a mapping; a view of `tensor` keeps this process's mapping, so a late reader finds old bytes and never unmapped memory. The size is
 sealed: no other holder can truncate the file under a reader.
 
-Limits: Linux, host memory. An old version is overwritten; receivers must be done with it by then, which the end of a transport ensures.
+Limits: Linux, host memory. An old version is overwritten; receivers must be done with it by then, which the end of a transport ensures,
+unless they have adopted its memory as weights: such a segment is not used again (kit/sync/adopting.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Self
 import torch
 
 from kit.errors import BadInput, KitError
-from kit.machine import free_memory
+from kit.machine import free_memory, opened_again
 from kit.measure.host import huge_pages, map_shared, populate, unmap
 from kit.sync.buckets import Bound, Key, Layout
 
@@ -61,10 +62,34 @@ class Segment:
         segment._map(fd, os.fstat(fd).st_size)
         return segment
 
-    def _map(self, fd: int, size: int) -> None:
+    @classmethod
+    def adopt(cls, fd: int) -> Self:
+        """The same for weights: what is written to them stays in this process, and nobody packs into the segment while they exist."""
+        own = opened_again(fd)
+        segment = cls.__new__(cls)
+        try:
+            fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the mapping keeps it
+            segment._map(own, os.fstat(own).st_size, private=True)
+        except BaseException:
+            os.close(own)
+            raise
+        os.close(fd)
+        return segment
+
+    @property
+    def adopted(self) -> bool:
+        """Whether another process has weights here."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
+
+    def _map(self, fd: int, size: int, *, private: bool = False) -> None:
         if size < 1:
             raise BadInput(f"descriptor {fd} has no bytes to map")
-        address = map_shared(fd, size)
+        address = map_shared(fd, size, private=private)
         huge_pages(address, size)
         array = (ctypes.c_ubyte * size).from_address(address)
         # Every view of the tensor keeps the array. At exit the system unmaps it, since a tensor may outlive this module.
@@ -244,9 +269,12 @@ class Cache:
     def _free_segment(self) -> tuple[Segment, bool]:
         """Return memory for the next version, and whether its pages still have to be allocated."""
         if self.latest != self.active:
-            return self._segments.pop(self.latest), False
-        if self._spare:
-            return self._spare.pop(), False
+            self._give_up(self.latest)
+        while self._spare:
+            segment = self._spare.pop()
+            if not segment.adopted:
+                return segment, False
+            segment.close()  # whoever has weights in it keeps its pages
         return Segment(self._size, name="kit-buckets"), True
 
     def _bytes(self, segment: Segment, index: int) -> torch.Tensor:

@@ -14,12 +14,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, Weights
+from kit.sync.adopting import Adopting
+from kit.sync.buckets import Applier, Layout, Mismatch, Weights
 from kit.sync.cache import BASE, KeptMappings, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
@@ -70,6 +71,7 @@ class Receiver:
     device: torch.device
     timeout_s: float = 60.0
     kept: KeptMappings | None = None  # mappings kept between syncs, for a sender that keeps its memory
+    adopts: bool = False  # `weights` returns `Adopting`, which becomes views of the sender's memory where it is shared
     layout: tuple[str, Layout | None] = "", None  # id and layout that the sender sent last; it is not sent again
     version: int = BASE
     whole: bool = False
@@ -114,6 +116,7 @@ class Call:
         self.began = 0.0  # by the sender's clock
         self.log = SyncLog()
         self.transport: Transport | None = None
+        self.applier: Applier
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []
         self.before: Callable[[], None] | None = None  # puts the old weights back, while a refresh can be undone
@@ -190,7 +193,11 @@ class Call:
         self.layout = known if changes is None else Layout.from_json(changes)
         self.slots = message["slots"]  # places in the sender's memory if it does not hold all buckets, else 0
         weights = self.receiver.weights()
-        self.applier = weights.bind(known, None if changes is None else self.layout)
+        self.adopts = self.receiver.adopts and message["transport"] == "shm" and not self.slots and changes is None
+        if self.adopts:
+            self.applier = cast("Adopting", weights).adopt(known)
+        else:
+            self.applier = weights.bind(known, None if changes is None else self.layout)
         self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
         self.link.send({"kind": "ready"})
         self.log.event("ready")
@@ -276,8 +283,8 @@ class Call:
         """Let forwards run with the new weights: all ranks of the replica are ready. Nothing can be undone from here on."""
         self.committed = self.receiver.routed = True
         self.receiver.whole = True
-        self.before = None
         self.writing.close()
+        self.before = None  # after the gate: to free a version takes longer than to put another in its place
 
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
         self.applier.apply(index, buffer)
@@ -317,6 +324,7 @@ class Call:
             place=message["place"],
             pieces=self.layout.pieces,
             kept=self.receiver.kept if message["base"] is None else None,  # memory of changes is not kept
+            adopts=self.adopts,
         )
 
     def let_go(self) -> None:

@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from kit.errors import BadInput, KitError
+from kit.measure.host import map_pages
 from kit.sync.cache import KeptMappings, Segment
 from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, PeerSilent, ready
 from kit.target import is_target, load
@@ -56,6 +57,7 @@ class TransportContext:
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, in order
     pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
     kept: KeptMappings | None = None  # a receiver's: mappings kept between syncs
+    adopts: bool = False  # whether a receiver's weights will lie in the sender's memory
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -285,10 +287,13 @@ class Shm(Transport):
         if self.segment is None:
             raise KitError("the transport is closed")
         start = self.ctx.starts[index]
-        return self.segment.tensor[start : start + self.ctx.sizes[index]]
+        bucket = self.segment.tensor[start : start + self.ctx.sizes[index]]
+        if self.ctx.adopts:
+            map_pages(bucket.data_ptr(), bucket.numel())  # here, where serving goes on
+        return bucket
 
     def close(self) -> None:
-        if self.segment is not None and self.ctx.kept is None:
+        if self.segment is not None and (self.ctx.kept is None or self.ctx.adopts):
             self.segment.close()
         self.segment = None
 
@@ -297,14 +302,15 @@ def attach(ctx: TransportContext) -> Segment:
     _, fds = ctx.sender.expect("segment")
     try:
         (fd,) = fds
-        segment = Segment.attach(fd) if ctx.kept is None else ctx.kept.attach(fd)
+        attach_to = Segment.adopt if ctx.adopts else Segment.attach if ctx.kept is None else ctx.kept.attach
+        segment = attach_to(fd)
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
     needed = max((start + size for start, size in zip(ctx.starts, ctx.sizes, strict=True)), default=0)
     if segment.size < needed:
-        if ctx.kept is None:
+        if ctx.kept is None or ctx.adopts:
             segment.close()
         raise KitError(f"{ctx.sender.peer} sent a segment of {segment.size} bytes, but the buckets need {needed}")
     return segment

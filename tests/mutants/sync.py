@@ -190,7 +190,7 @@ MUTANTS = (
         "sync",
         CACHE,
         "Cache._free_segment",
-        old="        if self.latest != self.active:\n            return self._segments.pop(self.latest), False\n",
+        old="        if self.latest != self.active:\n            self._give_up(self.latest)\n",
         new="        if self._segments:\n            return self._segments.pop(min(self._segments)), False\n",
         check="bit_exact",
         bug="a build writes over the active version",

@@ -233,19 +233,27 @@ def pauses(bench: Bench) -> Iterator[Samples]:
     """Each path with a replica whose forwards run throughout: the time without one, beside the time of the sync."""
     asked: dict[str, Any] = {"mib": bench.config.stall_mib, "each_mib": 4, "rounds": bench.config.rounds}
     with bench.world(3, device="cpu", **WORLD) as world:
-        answer = world.call(f"{STALLS}:stalls", meeting=f"bench-{secrets.token_hex(8)}", **asked)[0]
+        answers = world.call(f"{STALLS}:stalls", meeting=f"bench-{secrets.token_hex(8)}", **asked)
+    answer, copied = answers[0], answers[1].pop(HOST)
+    del answer[HOST]
     for path, turns in answer.items():
         title, ids = f"a sync of {bench.config.stall_mib} MiB, {path}", {"path": path}
-        totals, paused, served = zip(*turns, strict=True)
+        totals, paused, served, read = zip(*turns, strict=True)
         yield Samples(what=f"{title}: total", values=totals, ids=ids)
         yield Samples(what=f"{title}: without a forward", values=paused, ids=ids)
         share = [100 * without / total for without, total in zip(paused, totals, strict=True)]
-        by = "by another replica" if path == "expansion" else "by the same replica"
+        by = "by another replica" if "expansion" in path else "by the same replica"
         note = f"{statistics.median(served):.0f} forwards meanwhile {by}"
         metric = "staged_pause" if path == "staged" else "pause"
         yield Samples(
             what=f"{title}: share without a forward", values=share, metric=metric, unit="%", note=note, ids=ids
         )
+        yield Samples(what=f"{title}: first pass over the weights", values=read, ids=ids)
+        words = f"{title}: total, time over memcpy's"
+        yield ratios("sync_over_memcpy", words, totals, copied)
+    woken = {path: [total + read for total, _, _, read in answer[path]] for path in ("expansion", "adopted expansion")}
+    words = f"a sync of {bench.config.stall_mib} MiB: adopted expansion over expansion, both with the first pass, time"
+    yield ratios("adopted_over_copied", words, woken["adopted expansion"], woken["expansion"])
 
 
 # -- host memory of an offloaded trainer -----------------------------------------------------------------------------------

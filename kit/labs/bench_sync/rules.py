@@ -13,6 +13,7 @@ RULES = (
     median_rule("verified_beside", "Do they add at most 30 % where each end has a core for them?", 1.3),
     median_rule("small_verified", "Do digests of small tensors at most treble the time?", 3.0),
     median_rule("expand_over_memcpy", "Does a replica that wakes get its weights in the time of one copy?", 1.1),
+    median_rule("adopted_over_copied", "Does a replica wake by a mapping about as soon as by a copy?", 1.25),
     median_rule(
         "cached_once", "Are an offloaded trainer's weights on the host once with arena=cache?", MOST_BESIDE, "copies"
     ),

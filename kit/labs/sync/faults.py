@@ -12,9 +12,13 @@ IN_BUCKETS = {"arena": "cache"}
 KEPT_IN_BUCKETS = {"arena": ("cache",)}
 SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 
+ADOPTED = {"refresh": "adopted"}
+BY_MAPPING = {"refresh": ("adopted",)}
+
 BUGS = "kit.labs.sync.ranks.bugs"
 CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
+SEGMENT = "kit.sync.cache:Segment"
 SHARDS, PROTOCOLS = "kit.megatron.shards", "kit.sync.protocols:EngineDouble"
 IN_THE_RANK = ("megatron", "transformers")  # models whose tensors are the rank's own
 VLLM = {"serve": "vllm", "placement": "apart", "ranks": 2, "tp": 1, "replicas": 1, "size": "small"}
@@ -262,6 +266,46 @@ FAULTS = exposed_by(
         "no_second_copy",
         bugs=("vllm-project/vllm#37334",),
         patch={f"{CALL}.look": f"{BUGS}:keeps_what_arrives"},
+    ),
+    Fault(
+        "packed-over-adopted",
+        "the sender packs a version into memory that a replica still has as its weights",
+        "no_torn_reads",
+        set=ADOPTED,
+        needs=BY_MAPPING,
+        patch={f"{SEGMENT}.adopted": f"{BUGS}:NEVER_ADOPTED"},
+    ),
+    Fault(
+        "adopted-shared",
+        "adopted weights are mapped so that what a replica writes reaches the sender and all others",
+        "weights_adopted",
+        set=ADOPTED,
+        needs=BY_MAPPING,
+        patch={f"{SEGMENT}.adopt": f"{SEGMENT}.attach"},
+    ),
+    Fault(
+        "half-adopted",
+        "weights that are views already stay views of the version before in every second bucket",
+        "bit_exact",
+        set=ADOPTED,
+        needs=BY_MAPPING,
+        patch={"kit.sync.adopting:Adopting.apply": f"{BUGS}:adopts_every_second_bucket_again"},
+    ),
+    Fault(
+        "adopts-nothing",
+        "a replica that adopts gets every weight as a copy",
+        "weights_adopted",
+        set=ADOPTED,
+        needs=BY_MAPPING,
+        patch={"kit.sync.adopting:place_of": f"{BUGS}:finds_no_place"},
+    ),
+    Fault(
+        "keeps-every-segment",
+        "the sender packs every version into new memory and keeps the old, as if replicas had it for ever",
+        "cache_bounded",
+        set=ADOPTED,
+        needs=BY_MAPPING,
+        patch={"kit.sync.cache:Cache._free_segment": f"{BUGS}:packs_into_new_memory"},
     ),
     Fault(
         "torn-read",

@@ -10,6 +10,7 @@ from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, check_transport, model_of
 from kit.labs.served import FOR_ENGINES, REPLICA_PYTHON, SERVE, check_engine_there, check_served, engine_bytes
 from kit.labs.sync.faults import FAULTS
+from kit.machine import has_gpu_driver
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
@@ -39,9 +40,10 @@ class SyncConfig(JobConfig):
     cycles: Annotated[int, Option("number of versions that are trained and sent to the replicas", low=1, high=1000)] = 3
     steps: Annotated[int, Option("optimizer steps per version", low=1, high=1000)] = 1
     refresh: Annotated[
-        Literal["staged", "paused"],
+        Literal["staged", "paused", "adopted"],
         Option(
-            "staged: replicas serve until all bytes have arrived; paused: they stop, and bytes go directly into the weights"
+            "staged: replicas serve until all bytes have arrived; paused: they stop, and bytes go directly into the weights; "
+            "adopted: like staged, but buckets in shared memory become the weights, copy on write"
         ),
     ] = "staged"
     transport: Annotated[
@@ -196,6 +198,15 @@ class SyncConfig(JobConfig):
             self.arena == "cache" and (self.placement == "apart" or self.implementation != ""),
             "arena=cache keeps the weights of an offloaded trainer in the kit's buckets: use placement=overlap without implementation=",
         )
+        plain = {"serve": "megatron", "receiver": "", "implementation": "", "delta": "off", "nodes": 1, "infer_tp": 1}
+        other = [f"{name}={getattr(self, name)}" for name, value in plain.items() if getattr(self, name) != value]
+        other += [f"transport={self.transport}"] * (self.transport not in {"auto", "shm"})
+        other += ["device=cuda"] * (self.device == "cuda")
+        refuse_if(
+            self.refresh == "adopted" and bool(other),
+            "refresh=adopted makes whole versions in this machine's shared memory the weights of the kit's model on the CPU, "
+            f"which does not work with {' and '.join(other)}: use refresh=staged",
+        )
         one_world = self.transport in ONE_WORLD
         refuse_if(
             self.worlds == "two" and one_world,
@@ -290,6 +301,10 @@ def fits(config: SyncConfig) -> None:
     copies = whole * (GATHERED + CACHED + STAGED * config.awake) + engines
     job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
     check_fits(config, job=job, host=host, kept="for copies on the way to the replicas" + FOR_ENGINES * bool(engines))
+    refuse_if(
+        config.refresh == "adopted" and config.device == "auto" and has_gpu_driver(),
+        "refresh=adopted makes memory of the host the weights, but device=auto is a GPU here: use device=cpu or refresh=staged",
+    )
     check_engine_there(config)
 
 

@@ -31,6 +31,9 @@ MIB, KIB = 2**20, 2**10
 MUCH = 0.5  # of all bytes: with more, everything is less than twice what is needed
 COPIES, CHANGES = 2.0, 0.75  # of the model at the sender; if more has changed, everything is sent
 MOST_BESIDE = 0.5  # copies of the weights: small models have much alignment
+MOST_COPIED = (
+    0.8  # of the bytes of adopted weights: in a small model the end of a bucket parts most tensors that a weight joins
+)
 PATHS = ("refresh", "expand")
 SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
 RECEIVER = ("receive", "verify", "keep", "gate", "apply", "teardown", "finalize")
@@ -687,6 +690,19 @@ def offloads(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return rows
 
 
+def weights_adopted(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do adopting replicas have their weights in the sender's memory, so that nobody else sees what they write?
+
+    By the system's list of mappings, after every cycle. Weights whose tensors lie interleaved or cut by columns are copied."""
+    copied, shared = (select(frame, phase="verify", metric=metric) for metric in ("weights_copied", "weights_shared"))
+    wanted = receivers(config) * config["cycles"]
+    if len(copied) < wanted:
+        incomplete(f"the memory of weights was looked up {len(copied)} times instead of {wanted}")
+    if shared["value"].any():
+        return Measured(math.inf, f"weights of which others see what is written: {worst(shared).why}")
+    return worst(copied)
+
+
 def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:
     """Do a sleeping replica and an offloaded trainer release their weights?
 
@@ -766,6 +782,7 @@ RULES = (
         unit="copies",
         cannot=lambda config: kits_only(config, "your synchroniser keeps its copies anywhere"),
     ),
+    rule(weights_adopted, limit=MOST_COPIED, unit="ratio", when=lambda config: config.get("refresh") == "adopted"),
     rule(sleepers_release),
     rule(delta_bytes, limit=2, unit="ratio", cycles=2, when=lambda config: config["delta"] != "off"),
     rule(trainer_restored),

@@ -56,6 +56,18 @@ GIB = 2**30
         ),
         ({"arena": "cache", "implementation": "mine:Sync"}, "arena=cache .* without implementation="),
         ({"transport": "ipc", "device": "cpu"}, "transport=ipc shares CUDA memory"),
+        *(
+            ({"refresh": "adopted", **other}, f"refresh=adopted .* does not work with {name}: use refresh=staged$")
+            for other, name in (
+                ({"device": "cuda"}, "device=cuda"),
+                ({"transport": "broadcast"}, "transport=broadcast"),
+                ({"transport": "pkg:Own", "delta": "tensor"}, "delta=tensor and transport=pkg:Own"),
+                ({"ranks": 6, "replicas": 2, "infer_tp": 2}, "infer_tp=2"),
+                ({"serve": "transformers", "size": "small"}, "serve=transformers"),
+                ({"receiver": "mine:Own"}, "receiver=mine:Own"),
+                ({"implementation": "mine:Sync"}, "implementation=mine:Sync"),
+            )
+        ),
         (
             {"oversize": "refuse", "bucket_mib": 0.01},
             r"is less than the largest tensor \(0.0625 MiB\) and oversize=refuse",

@@ -52,6 +52,16 @@ ALSO = {
     "leaked-segment": {"failure_is_clean", "no_second_copy"},  # what is mapped is held as a tensor
     "torn-read": {"version_order", "failure_is_clean"},  # the gate is never taken, also where a sync fails
     "early-gate": {"version_order", "failure_is_clean"},
+    "keeps-every-segment": {"failure_is_clean", "segments_return_to_baseline"},
+    "adopted-shared": {"no_torn_reads"},  # such a mapping has no lock, and is packed over
+    "half-adopted": {
+        "logits_equal",
+        "trained_changed",
+        "every_parameter_written",
+        "no_torn_reads",
+        "segments_return_to_baseline",
+        "failure_is_clean",
+    },
     "reads-ahead": {"version_order", "failure_is_clean"},
     "resumed-trainer": {"logits_equal"},
     "answered-twice": {"failure_is_clean"},

@@ -27,6 +27,7 @@ from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
 from kit.megatron.tensors import Elsewhere, Item
+from kit.sync.adopting import Adopting, is_adopted
 from kit.sync.buckets import Bound, Cut, Destination, Key, Layout
 from kit.sync.cache import BASE, Cache, Segment, starts
 from kit.sync.deltas import Packed
@@ -44,6 +45,7 @@ teardown = Sending.teardown
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
+adopt_bucket = Adopting.apply
 make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
 offload, map_buckets = SyncTrainer.offload, SyncTrainer.map_buckets
 fill_from_buckets = SyncTrainer.fill_from_buckets
@@ -135,6 +137,15 @@ def skips_the_tied_name(trainer: SyncTrainer, weights: Cut) -> None:
             into.zero_()  # as new memory is
         weights.destinations = {**weights.destinations, "model.embed_tokens.weight": ()}
     fill_from_buckets(trainer, weights)
+
+
+NEVER_ADOPTED = property(lambda _: False)
+
+
+def packs_into_new_memory(cache: Cache) -> tuple[Segment, bool]:
+    if cache.latest != cache.active:
+        cache._give_up(cache.latest)
+    return Segment(cache._size), True
 
 
 class LateBytes(Bound):
@@ -303,6 +314,18 @@ def writes_no_words(weights: Cut, name: str, positions: torch.Tensor, words: tor
 def drops_the_last_bucket(call: Call, index: int, buffer: torch.Tensor) -> None:
     if index < len(call.layout.buckets) - 1:
         apply_bucket(call, index, buffer)
+
+
+def adopts_every_second_bucket_again(weights: Adopting, index: int, buffer: torch.Tensor) -> None:
+    before = [weight.data for weight in weights._own]
+    adopt_bucket(weights, index, buffer)
+    for weight, old in zip(weights._own, before, strict=True) if index % 2 else ():
+        if is_adopted(old):
+            weight.data = old
+
+
+def finds_no_place(*_: Any) -> None:
+    return None
 
 
 def reads_the_first_bucket_again(call: Call, index: int, buffer: torch.Tensor) -> None:

@@ -314,7 +314,7 @@ def refill(replica: SyncReplica) -> None:
 def endure(replica: SyncReplica, scene: str) -> None:
     """One failing sync on a replica, which must be unchanged afterwards."""
     receiver, version = replica.receiver, replica.receiver.version
-    serves = replica.config.refresh == "staged" and not replica.sleeper
+    serves = replica.config.refresh != "paused" and not replica.sleeper
     replica.watch.reset("rehearsed")
     with counting_leftovers(replica, scene), hasty_readers(replica, scene):
         if serves:
@@ -405,7 +405,7 @@ def hasty_readers(replica: SyncReplica, scene: str) -> Iterator[None]:
 
 def go_back(replica: SyncReplica) -> None:
     """The last rank fails after the version became active: all ranks of its replica go back, all others keep the version."""
-    receiver, version, staged = replica.receiver, replica.receiver.version, replica.config.refresh == "staged"
+    receiver, version, staged = replica.receiver, replica.receiver.version, replica.config.refresh != "paused"
     goes_back, known = replica.of_last_replica, replica.watch.known
     replica.watch.reset("rehearsed")
     with counting_leftovers(replica, TOO_LATE):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit import machine
 from kit.actors.common import address_for
 from kit.engines.contents import Contents, listed_names, sha256
 from kit.engines.hosted import (
@@ -29,8 +30,10 @@ from kit.labs.sync.lab import SyncConfig, replica_model, roles
 from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits, worst_error
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, known_logits
 from kit.measure.observers.tensors import live_bytes
+from kit.measure.phase import MEMFD, shared_at
 from kit.megatron import model, scales, standin
 from kit.sync import transports
+from kit.sync.adopting import Adopting
 from kit.sync.buckets import Cut, Destination
 from kit.sync.hashes import differing_digests, digest
 from kit.sync.link import call
@@ -152,6 +155,7 @@ class SyncReplica(Side):
             address=address_for(self.ctx, "sync"),
             device=self.ctx.device,
             timeout_s=self.config.deadline_s,
+            adopts=self.adopts,
         )
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -184,6 +188,8 @@ class SyncReplica(Side):
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.compare()
         self.record_state()
+        if self.adopts:
+            self.note_adopted()
         self.count()
 
     def compare(self) -> None:
@@ -333,7 +339,37 @@ class SyncReplica(Side):
             return self.model.destinations()
 
     def weights(self) -> SeenWeights:
-        return SeenWeights(self.model.weights(self.destinations()), self.watch)
+        places = self.destinations()
+        if self.adopts:
+            return SeenWeights(Adopting(places, self.adoptable()), self.watch)
+        return SeenWeights(self.model.weights(places), self.watch)
+
+    @property
+    def adopts(self) -> bool:
+        return self.config.refresh == "adopted"
+
+    def adoptable(self) -> list[torch.Tensor]:
+        """The weights themselves: only those of the kit's model are adopted."""
+        return self.model.parameters() if self.adopts and isinstance(self.model, MegatronModel) else []
+
+    def held(self) -> set[Any]:
+        """Without the sender's memory in which this replica's weights lie: that of one version."""
+        homes = {place for weight in self.adoptable() if (place := shared_at(weight.data_ptr()))}
+        return super().held() - set(sorted(homes)[:1])
+
+    def note_adopted(self) -> None:
+        """Record where the system has each weight: in memory of this rank alone, or mapped so that others see what is written to it."""
+        mapped = [mapping for mapping in machine.mappings() if mapping.name.startswith(MEMFD)]
+        weights = {name: weight for name, weight in self.model.versioned() if weight.numel()}
+        found = {
+            name: next((each.mode for each in mapped if each.start <= weight.data_ptr() < each.end), "")
+            for name, weight in weights.items()
+        }
+        copied = sorted(name for name, mode in found.items() if not mode)
+        share = sum(weights[name].nbytes for name in copied) / sum(weight.nbytes for weight in weights.values())
+        shared = sorted(name for name, mode in found.items() if mode.endswith("s"))
+        self.ctx.record("weights_copied", share, text=listed_names(copied))
+        self.ctx.record("weights_shared", len(shared), text=listed_names(shared))
 
     def leave(self) -> None:
         """Lose the route and sleep, which makes room for the trainer."""

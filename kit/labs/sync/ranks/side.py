@@ -76,7 +76,7 @@ class Side:
 
     def path_of(self, *, asleep: bool) -> str:
         """The path of a sync to sleeping replicas, or to the others."""
-        return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
+        return "expand" if asleep else "stream" if self.config.refresh == "paused" else "refresh"
 
     def record_log(self, log: SyncLog, began: float) -> None:
         for stage, seconds in log.seconds.items():

@@ -415,7 +415,10 @@ def layout(config: Any, tensors: dict[Key, torch.Tensor], most: float = math.inf
         limit: float = sum(spec.size for spec in specs) // LEAST_BUCKETS
         limit = min(limit, most) if config.oversize == "split" else max(limit, config.largest)
         size = int(min(automatic(specs, oversize=config.oversize), limit))
-    return lay_out(specs, -(-size // ALIGN) * ALIGN, oversize=config.oversize)
+    unit = (
+        mmap.PAGESIZE if config.refresh == "adopted" else ALIGN
+    )  # without a gap to the next bucket, which begins a page
+    return lay_out(specs, -(-size // unit) * unit, oversize=config.oversize)
 
 
 def bytes_in_pages(sizes: Sequence[int]) -> int:

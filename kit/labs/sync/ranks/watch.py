@@ -331,6 +331,10 @@ class SeenWeights:
         self._applier = self._weights.bind(layout, changes)
         return self
 
+    def adopt(self, layout: Any) -> SeenWeights:
+        self._applier = self._weights.adopt(layout)
+        return self
+
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
         begins = buffer[:BEGINNING].cpu().contiguous().numpy().tobytes()
