@@ -209,6 +209,9 @@ def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     for column, value in wanted.items():
         has_all &= (frame[column] == value).to_numpy(dtype=bool)
     rows = frame[has_all]  # cut once: each cut copies every column
+    if rows.empty and "phase" in wanted and not (frame["phase"] == wanted["phase"]).any():
+        # One reason for all checks of a phase that never ended, so that they share a line.
+        raise Missing(f"nothing was recorded in phase {wanted['phase']!r}")
     if rows.empty:
         raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
     return rows
@@ -234,7 +237,7 @@ def _ask(rule: Rule, frame: pd.DataFrame, config: Mapping[str, Any], suspect: st
     try:
         if reason := rule.unanswerable(config):
             return null(reason)
-        finding = settle(rule.measure(frame, _Config(config))) or _lacking("there was nothing to ask about", suspect)
+        finding = settle(rule.measure(frame, _Config(config))) or _lacking("the check returned no measurement", suspect)
     except Missing as missing:
         finding = _lacking(str(missing), suspect)
     except NotMeasured as missing:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import math
 import mimetypes
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,20 +188,24 @@ class PlotsTab(Tab):
 # -- tables ---------------------------------------------------------------------------------------------------------------
 
 
-def matching_rows(frame: pd.DataFrame, words: str) -> pd.DataFrame:
-    """The rows that a pandas query selects (`rank == 1 and value > 3`); other text is searched in text columns."""
+COMPARES = re.compile(r"[=!<>]=|\w\s*[<>]\s*[-\w'\"]")  # in a query, and hardly in a word to search for
+
+
+def matching_rows(frame: pd.DataFrame, words: str) -> tuple[pd.DataFrame, str]:
+    """The rows that a pandas query selects (`rank == 1 and value > 3`), or that have this text; and why a query selects none."""
     if not words.strip():
-        return frame
+        return frame, ""
     try:
-        return frame.query(words)
-    except Exception:  # noqa: BLE001 - a half-typed query may raise anything; it is then treated as text
+        return frame.query(words), ""
+    except Exception as error:  # noqa: BLE001 - a half-typed query may raise anything; it is then treated as text
+        why = f"{type(error).__name__}: {error}" if COMPARES.search(words) else ""
         text = frame.select_dtypes(exclude="number")
         matches = pd.Series(data=False, index=frame.index)
         for name in text:
             matches |= text[name].isin(
                 [cell_text for cell_text in text[name].unique() if words.strip().lower() in str(cell_text).lower()]
             )
-        return frame[matches]
+        return frame[matches], why
 
 
 class Grid:
@@ -247,7 +252,7 @@ class Grid:
         self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
         if self.frame is None:
             return
-        matches = matching_rows(self.frame, self.words.value)
+        matches, why = matching_rows(self.frame, self.words.value)
         if self.by.value:
             matches = matches.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
         self.found = matches
@@ -255,7 +260,9 @@ class Grid:
         html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
         self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
         self.count.value = look.status_html(
-            f"{len(matches):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(matches) > MOST else "")
+            f"{len(matches):,} of {len(self.frame):,} rows"
+            + (f", {MOST} shown" if len(matches) > MOST else "")
+            + (f"; this query cannot be used: {why}" if why else "")
         )
         self._copied()
 
@@ -464,7 +471,7 @@ def log_html(log: Sequence[tuple[int, str]], failure: EndedBy | None, *, rank: i
     if failure is not None and (rank is None or rank in failure.ranks or not failure.ranks):
         rows.append(look.span_html("bad", f"✗ {failure.kind}: {failure.message}"))
     if not rows:
-        return '<p class="kit-faint">Nothing has been printed yet.</p>'
+        return '<p class="kit-faint">Nothing was printed.</p>'
     count = f"{len(shown)} of {len(wanted)} lines" if len(shown) < len(wanted) else f"{len(wanted)} lines"
     count = count if wanted else "nothing was printed"
     body = "\n".join(rows)

@@ -69,6 +69,8 @@ def test_missing_records_are_not_measured(record):
     question = Rule("rss", "?", measure, limit=1.0, unit="B")
     row = judge(to_frame([record()]), {}, [question])[0]
     assert (row.passed, row.why) == (None, "not measured: no records with phase 'reload', metric 'rss'")
+    row = judge(to_frame([record(phase="release", metric="rss")]), {}, [question])[0]
+    assert (row.passed, row.why) == (None, "not measured: nothing was recorded in phase 'reload'")
     assert judge(to_frame([record(metric="rss", value=0)]), {}, [question])[0].passed is True
 
 

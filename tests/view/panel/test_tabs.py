@@ -274,12 +274,20 @@ FRAME = pd.DataFrame(
         ('phase == "reload" and rank == 1', [3]),
         ("rank >= 1", [1, 2, 3]),
         ("value > 2.5", [2, 4]),
-        ("rank >= ", []),  # still being typed
         ("<b>", [4]),
     ],
 )
 def test_a_query_or_a_word_selects_rows(words, found):
-    assert matching_rows(FRAME, words).index.tolist() == found
+    rows, why = matching_rows(FRAME, words)
+    assert (rows.index.tolist(), why) == (found, "")
+
+
+@pytest.mark.parametrize("words", ["rank >= ", "ramk == 1", "rank > 'x'", "value<2.5 and"])
+def test_a_query_that_cannot_be_used_is_not_shown_as_one_that_finds_nothing(words):
+    grid = Grid()
+    grid.show(FRAME)
+    grid.words.value = words
+    assert "0 of 5 rows; this query cannot be used: " in grid.count.value
 
 
 def test_a_table_is_escaped_sorted_and_copied_as_markdown():
