@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, hint
 from kit.results.comparison import in_words
 from kit.results.old import current_settings
-from kit.results.records import flat, read_json
+from kit.results.records import SEALED, flat, read_json
 from kit.results.run import (
     INDEX,
     LABEL,
@@ -65,8 +65,11 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
         if (folder / "verdict.json").exists():
             raise
         stored = None
+    edited = stored is not None and (info.get(SEALED) or {}).get("verdict", stored.digest) != stored.digest
+    stored = None if edited else stored
     config, same = flat(current_settings(lab, info.get("config") or {})), defaults(lab)
     answer = None if stored is None else stored.answer
+    missing = "edited after the run ended" if edited else "not judged"
     return {
         "run": str(folder),
         "id": info["run"],
@@ -77,7 +80,7 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
         "fault": info.get("fault"),
         "status": status_in(info),
         "answer": "not judged" if answer is None else "passed" if answer else "failed",
-        "verdict": "not judged" if stored is None else measured_of(without_parts(stored), ended=bool(early)),
+        "verdict": missing if stored is None else measured_of(without_parts(stored), ended=bool(early)),
         "started": info.get("started"),
         "took": seconds_between(info.get("started"), info.get("finished")),
         "machine": machine_in_short(info.get("provenance") or {}),

@@ -69,6 +69,15 @@ def test_a_run_that_was_stopped_has_not_passed(make: Callable[..., str]) -> None
     assert set(kit.runs(verdict="failed")["run"]) == {broken}
 
 
+def test_a_verdict_that_was_edited_has_not_passed(make: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / make("smoke", passed=False) / "verdict.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))  # spelled in another way
+    assert list(kit.runs()["answer"]) == ["failed"]
+    path.write_text(path.read_text().replace("false", "true"))
+    assert kit.runs().iloc[0][["answer", "verdict"]].to_list() == ["not judged", "edited after the run ended"]
+    assert kit.runs(verdict="passed").empty
+
+
 def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:
     assert kit.runs(tp=2).empty  # there is no run yet
     make("smoke", passed=True)
