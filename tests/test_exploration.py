@@ -67,6 +67,9 @@ def test_right_cores_pass(lab: str, settings: dict[str, str]) -> None:
         ("share", {"scheduler": f"{WRONG}:forgets_requests"}, "no_request_lost"),
         pytest.param("share", {"scheduler": f"{WRONG}:never_rests"}, "raised", marks=pytest.mark.slow),
         ("stream", {"implementation": f"{WRONG}:drops_the_last"}, "every_group_once"),
+        pytest.param(
+            "stream", {"implementation": f"{WRONG}:RecomputesNothing"}, "notes_backed", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: next(iter(value.values())).partition(":")[2] if isinstance(value, dict) else None,
 )

@@ -34,7 +34,7 @@ def notes_backed(ledger: LoopLedger) -> Violations:
     """Does every note of the controller match an event or command at its ports, and vice versa?"""
     if not any("core" in row.ids for row in ledger.rows):
         raise Missing("no row has the id `core`, which marks the events of ports")
-    for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):
+    for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _recomputed, _cleared, _gone, _filtered):
         yield from rule(ledger)
     notes = sum(is_note(row) for row in ledger.rows)
     return f"{counted(notes, 'note')} checked against {counted(len(ledger.rows) - notes, 'event')} and commands at the ports"
@@ -139,6 +139,19 @@ def _selected(ledger: LoopLedger) -> Iterator[str]:
             left = {group for group in chosen[row["step"]] - trained if not ledger.ends(group)}
             yield from (f"{row}: group {group} was selected but not trained" for group in sorted(left, key=str))
         current = None if row.event in ("abort", "bumped") and current == step else current
+
+
+def _recomputed(ledger: LoopLedger) -> Iterator[str]:
+    """A group is trained after the trainer has recomputed the log-probabilities that the settings name."""
+    wanted = [name for name in ("previous", "reference") if ledger.setting(name) == "recomputed"]
+    there: set[tuple[Id, Id, Id]] = set()
+    for row in ledger.rows:
+        if row.event == "done" and row.get("of") == "logprobs":
+            there |= {(row["step"], row["which"], group) for group in numbers(row["groups"])}
+        elif row.event == "microbatch" and "to" in row.ids:
+            needs = [(row["step"], which, group) for which in wanted for group in numbers(row["groups"])]
+            for _, which, group in (key for key in needs if key not in there):
+                yield f"{row}: the {which} log-probabilities of group {group} were not recomputed"
 
 
 def _cleared(ledger: LoopLedger) -> Iterator[str]:

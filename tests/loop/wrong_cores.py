@@ -178,6 +178,13 @@ class ReplacesAlways(Controller):
         super().__init__(replace(plan, on_failed="replace") if shrinks else plan, pipeline="a", resume=start)
 
 
+class RecomputesNothing(Controller):
+    """Trains on the log-probabilities that the replicas recorded."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        super().__init__(replace(plan, previous="recorded"), pipeline="a", resume=start)
+
+
 class LogsNothing(Controller):
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         state, commands = super().step(state, event)
