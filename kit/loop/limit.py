@@ -6,6 +6,7 @@ import bdb
 import contextlib
 import ctypes
 import math
+import os
 import queue
 import signal
 import sys
@@ -116,9 +117,13 @@ class ByThread:
 
 class Watcher:
     """One thread for the limits of all others: to start one for every turn of a core would take longer than the turn, and a turn that
-    begins must not wake it. What it rings may be raised in `add` or `forget`, so both take nothing but a lock and a queue of C."""
+    begins must not wake it. What it rings may be raised in `add` or `forget`; CPython raises nothing between taking a lock by `with`
+    and the block that gives it back."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         self.lock = threading.Lock()
         self.bells: set[ByThread] = set()
         self.sooner: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -128,7 +133,7 @@ class Watcher:
     def add(self, bell: ByThread) -> None:
         with self.lock:
             self.bells.add(bell)
-            if self.thread is None or not self.thread.is_alive():  # as in a fork
+            if self.thread is None:
                 self.thread = threading.Thread(target=self.watch, daemon=True, name="time limits")
                 self.thread.start()
             elif bell.due < self.looks_at:
@@ -153,3 +158,7 @@ class Watcher:
 
 
 _watcher = Watcher()
+
+
+# In a forked process the lock may be held by a thread that is gone, as are those that the bells are for.
+os.register_at_fork(after_in_child=_watcher.begin)
