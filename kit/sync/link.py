@@ -253,6 +253,14 @@ class Listener:
         """Return a link to each of these receivers, in whatever order they call; the error names those that do not. A caller that has left
         does not count; of two calls under one name the later one counts. Strangers are refused; other callers wait for the next
         `accept`."""
+        self.await_calls(names, timeout_s)
+        links = {name: self._called.pop(name) for name in dict.fromkeys(names)}
+        for link in links.values():
+            link.wait_at_most(timeout_s)
+        return links
+
+    def await_calls(self, names: list[str], timeout_s: float) -> None:
+        """Wait until these receivers have called; a later `accept` returns them."""
         end = time.monotonic() + timeout_s
         try:
             while True:
@@ -269,10 +277,6 @@ class Listener:
         except BaseException as error:
             self._forget(*names, why=str(error))
             raise
-        links = {name: self._called.pop(name) for name in dict.fromkeys(names)}
-        for link in links.values():
-            link.wait_at_most(timeout_s)
-        return links
 
     @property
     def waiting(self) -> int:

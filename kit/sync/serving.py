@@ -197,15 +197,12 @@ class Serving:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Enter the gate, however long a writer stays inside."""
+        """Enter the gate, however long a writer stays inside. No other thread reads, so nothing else can hold this one up."""
         with contextlib.ExitStack() as scope:
             while True:
-                try:
+                with contextlib.suppress(GateTimeout):
                     scope.enter_context(self.gate.reading())
                     break
-                except GateTimeout:
-                    if not self._writing:
-                        raise
             yield
 
     def _await(self, ready: Callable[[], bool], awaited: str) -> None:

@@ -150,7 +150,8 @@ def test_strangers_and_those_who_do_not_come() -> None:
                 wrong.receive()
             with pytest.raises(KitError, match="sender failed: receiver 1 did not answer within"):
                 right.expect("begin")
-            (kept,) = listener.accept(["receiver 7"], 5).values()  # it called early
+            listener.await_calls(["receiver 7"], 5)  # it called early, and is not let in yet
+            (kept,) = listener.accept(["receiver 7"], 0.1).values()
             with kept:
                 kept.send({"kind": "begin"})
                 other.expect("begin")

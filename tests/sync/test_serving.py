@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kit.errors import BadInput, KitError
 from kit.sync.hashes import digest
 from kit.sync.link import Listener
-from kit.sync.serving import ALGORITHM, Serving
+from kit.sync.serving import ALGORITHM, GateTimeout, Serving
 from tests.sync.ranks.service import (
     KINDS,
     Host,
@@ -178,6 +178,23 @@ def test_readers_wait_as_long_as_a_writer_is_inside() -> None:
     with serving.writing():
         time.sleep(0.2)
     serving.timeout_s = 10.0
+    assert serving.next() == digest(torch.zeros(1), ALGORITHM)
+    serving.stop()
+
+
+def test_a_reader_whose_time_is_over_while_the_writer_leaves_reads_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(lambda: torch.zeros(1), timeout_s=10.0)
+    reading, late = serving.gate.reading, [GateTimeout("reader", ("a writer",), 10.0)]
+
+    @contextlib.contextmanager
+    def reading_late() -> Iterator[None]:
+        if late:
+            raise late.pop()
+        with reading():
+            yield
+
+    monkeypatch.setattr(serving.gate, "reading", reading_late)
+    serving.start()
     assert serving.next() == digest(torch.zeros(1), ALGORITHM)
     serving.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,7 +14,7 @@ from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
-MOST_BUCKETS = 256  # of one version
+ASKED, SELDOM = 256, 16  # a forward is attempted at each of these first buckets, and then at every 16th
 CLOSED_S = 0.5  # how long groups, threads and sockets that are being closed may take after a failed sync
 
 
@@ -148,12 +147,6 @@ class SyncConfig(JobConfig):
             f"bucket_mib={self.bucket_mib} is less than the largest tensor ({self.largest / 2**20:.3g} MiB) "
             "and oversize=refuse: use larger buckets or oversize=split",
         )
-        whole = model_bytes(replica_model(self), ranks=self.infer_tp)["params"] * self.infer_tp / 2**20
-        refuse_if(
-            self.bucket_mib is not None and whole / self.bucket_mib > MOST_BUCKETS,
-            f"bucket_mib={self.bucket_mib} makes more than {MOST_BUCKETS} buckets of {whole:.3g} MiB, and the lab asks for a forward at "
-            f"each of them: use at least {math.ceil(1e4 * whole / MOST_BUCKETS) / 1e4:g}",
-        )
         refuse_if(
             bool(self.implementation) and self.transport != "auto",
             f"transport={self.transport} belongs to the kit's own synchroniser: leave it out with "
@@ -229,6 +222,10 @@ class SyncConfig(JobConfig):
         return g.hidden * max(g.vocab, g.ffn, g.hidden) * DTYPE_BYTES[dtype_on(self.dtype)]
 
     @property
+    def own_transport(self) -> bool:
+        return ":" in self.transport
+
+    @property
     def infer_ranks(self) -> int:
         return self.infer_tp * self.replicas
 
@@ -254,6 +251,11 @@ class SyncConfig(JobConfig):
     @property
     def shares(self) -> bool:
         return self.awake < self.replicas
+
+
+def is_asked(bucket: int) -> bool:
+    """Whether a forward is attempted at this bucket: at all of them a run with many would not end."""
+    return bucket < ASKED or bucket % SELDOM == 0
 
 
 def trainer_model(config: SyncConfig) -> ModelConfig:

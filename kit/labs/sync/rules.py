@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.sync.lab import CLOSED_S, SyncConfig, roles
+from kit.labs.sync.lab import CLOSED_S, SyncConfig, is_asked, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.growth import DRIFT_CYCLES, bystander_change, compared, growth, worst
@@ -29,7 +29,8 @@ Measure = Callable[[pd.DataFrame, Config], Measured]
 
 MIB, KIB = 2**20, 2**10
 MUCH = 0.5  # of all bytes: with more, everything is less than twice what is needed
-COPIES, CHANGES = 2.0, 0.75  # of the model at the sender; if more has changed, everything is sent
+# Of the model at the sender. If more has changed, everything is sent; the kit's own number for that is not read, as it is judged here.
+COPIES, CHANGES = 2.0, 0.75
 MOST_BESIDE = 0.5  # copies of the weights: small models have much alignment
 MOST_COPIED = (
     0.8  # of the bytes of adopted weights: in a small model the end of a bucket parts most tensors that a weight joins
@@ -41,7 +42,7 @@ AFTER = ("apply", "close", "closed", "teardown", "derive", "finalize", "publish"
 BEFORE = {"refresh": ("begin", "open"), "stream": ("begin", "gate", "open"), "expand": ("begin", "wake", "open")}
 PUBLISHED = ("publish", "activate", "end")
 SERVED = ("refresh", "stream")  # paths for replicas that are awake
-WAITS = "waits"
+WAITS, UNASKED = "waits", "unasked"
 END = "the end of the sync", 0
 BY_SYNC = ["cycle", "phase", "path", "sync"]
 BY_RANK = ["cycle", "phase", "rank"]
@@ -235,7 +236,7 @@ def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[st
     yield from routes(path, rows)
     if path in SERVED:
         begun, over = (rows["point"].eq(point).cummax() for point in ("gate", "end"))
-        early = rows[begun & ~over & (rows["forward"] != WAITS)]
+        early = rows[begun & ~over & ~rows["forward"].isin([WAITS, UNASKED])]
         if len(early):
             yield f"a forward ran at {early['point'].iloc[0]}, between gate and end"
         if WAITS in rows[rows["point"] == "end"]["forward"].to_numpy():
@@ -288,9 +289,9 @@ def attempts(frame: pd.DataFrame, config: Config) -> tuple[pd.DataFrame, list[st
         points_tried = set(zip(tried["point"], tried["bucket"].astype(int), strict=True))
         own = [("begin", 0), ("end", 0)] if config.get("implementation") else None
         wanted = own or required_order(str(path), max(1, sum(rows["point"] == "bucket")))
-        lacking = [point for point in wanted if point not in points_tried]
+        lacking = [point for point in wanted if is_asked(point[1]) and point not in points_tried]
         missing += [f"{spelled(point)} (rank {rank}, {phase}, cycle {cycle})" for point in lacking]
-    return table, missing
+    return table[table["forward"] != UNASKED], missing
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------

@@ -73,10 +73,6 @@ GIB = 2**30
             r"is less than the largest tensor \(0.0625 MiB\) and oversize=refuse",
         ),
         (
-            {"bucket_mib": 0.001},
-            r"bucket_mib=0.001 makes more than 256 buckets of 0.629 MiB, .* use at least 0.0025",
-        ),
-        (
             {"serve": "transformers", "ranks": 6, "replicas": 2, "infer_tp": 2},
             "serve=transformers puts a whole model on each rank, but infer_tp=2: use infer_tp=1",
         ),

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.lab import SyncConfig, is_asked
 from kit.labs.sync.rules import AFTER, PUBLISHED, attempts, out_of_order, receivers_answer, required_order
 from kit.results import NotMeasured
 
@@ -199,6 +199,18 @@ def test_a_point_without_an_attempt_is_named() -> None:
         "write 0 (rank 2, refresh, cycle 1)",
         "publish (rank 2, refresh, cycle 1)",
     ]
+
+
+def test_of_many_buckets_some_are_not_asked_and_all_of_the_first_are() -> None:
+    rows = receiver("refresh")
+    unasked = [{**at(rows, "write"), "bucket": bucket, "forward": "unasked"} for bucket in (255, 257)]
+    table, missing = attempts(frame([*rows, *unasked]), CONFIG)
+    assert (len(table), missing) == (len(rows), [])
+    assert [is_asked(bucket) for bucket in (0, 255, 257, 272)] == [True, True, False, True]
+    at(rows, "write")["forward"] = "unasked"
+    wrong, _, first = out_of_order(frame(receiver("refresh", 1), rows, sender("refresh")), 1)
+    assert (wrong, first) == (0, "")
+    assert attempts(frame(rows), CONFIG)[1] == ["write 0 (rank 2, refresh, cycle 1)"]
 
 
 def test_nothing_sampled_is_not_measured() -> None:

@@ -222,6 +222,7 @@ FIVE = ("a", "b", "layers.1.b", "d", "e")
         ("layers.1.b is missing", FIVE[:1], ["name layers.1.b instead of a"]),
         ("5 tensors, e first", FIVE, ["name e instead of a, b, layers.1.b and 2 more"]),
         ("a, b and 2 more are empty", FIVE, ["name 2 of 5 tensors, and count others"]),
+        ("a and 15 tensors, all of 15 of 15", FIVE, ["name 1 of 5 tensors, and count others"]),
         ("a, b are empty", FIVE, ["name 2 of 5 tensors, and count others"]),
         ("a and -4 more are empty", FIVE[:1], ["name 1 of 1 tensors, and count others"]),
         ("", FIVE[:1], ["name no tensor instead of a", "name 0 of 1 tensors, and count others"]),

@@ -24,6 +24,7 @@ from kit.errors import BadInput, KitError, RehearsedError
 from kit.labs.sync.lab import CLOSED_S, SyncConfig
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.scenes import (
+    AFTER_CLOSING,
     ALONE,
     AT_THE_OTHERS,
     AT_THE_RECEIVER,
@@ -41,6 +42,7 @@ from kit.labs.sync.ranks.scenes import (
     SURE,
     TOO_LATE,
     UNLIKE,
+    UNOPENED,
     WHY,
     WRONG_BYTES,
     GateOfHastyReaders,
@@ -59,7 +61,9 @@ from kit.sync.receiver import PATIENCE, SENDER
 from kit.sync.sender import SyncFailed, Target
 from kit.target import replaced
 
-THROUGH = ", still mute"  # of the name with which a mute replica asks whether the sender has given up
+THROUGH = (
+    ", through"  # of the name with which a replica tells that a scene is over, or asks whether the sender has given up
+)
 
 
 # -- on the trainer --------------------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ def let_in(trainer: SyncTrainer, targets: Sequence[Target], suffix: str = "") ->
     """Tell replicas that it is their turn. They wait for it outside of a sync, which has a deadline."""
     if trainer.sends:
         names = [f"{target.name}{suffix}" for target in targets]
-        for link in trainer.listener.accept(names, trainer.config.deadline_s).values():
+        for link in trainer.listener.accept(names, PATIENCE * trainer.config.deadline_s).values():
             link.send({"kind": "turn"})
             link.close()
 
@@ -154,11 +158,18 @@ def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ah
         error = error_of(lambda: sender.sync(version, targets, gather if ahead else None), ANY)
         if scene == MUTE:
             let_in(trainer, targets[-1:], THROUGH)
+    if waits_in_its_constructor(trainer.config, scene):
+        let_in(trainer, targets, THROUGH)
     peers = [target.name for target in targets]
     wrong = "; ".join(misnamed(trainer, scene, error, active, peers, changed=changed))
     note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
     note(trainer, "kept_version", int(sender.version != active), scene)
     return sorted(error.tensors) if isinstance(error, SyncFailed) else []
+
+
+def waits_in_its_constructor(config: SyncConfig, scene: str) -> bool:
+    """Whether receivers may need as long for a failed scene as the next sync would wait for them."""
+    return config.own_transport and scene in UNOPENED
 
 
 def compares_some(config: SyncConfig) -> bool:
@@ -366,7 +377,10 @@ def join_failing(replica: SyncReplica, scene: str) -> None:
     with replaced((AT_THE_RECEIVER if replica.fails else AT_THE_OTHERS).get(scene, {})):
         error = error_of((lambda: stay_mute(replica)) if mute else replica.receiver.join, ANY)
     note(replica, "silent", int(error is None), scene)
-    if error is not None and scene in WHY and not replica.fails:
+    if waits_in_its_constructor(replica.config, scene):
+        come_in(replica, THROUGH)
+    hears = scene in (AFTER_CLOSING if replica.config.own_transport else WHY)
+    if error is not None and hears and not replica.fails:
         name = SENDER if scene in {ALONE, EMPTIED} else replica.failing
         heard = WHY[scene] in str(error) and re.search(rf"\b{re.escape(name)}\b", str(error))
         note(replica, "unheard", int(not heard), scene, "" if heard else f"no word of {name} and why: {error}")
@@ -386,6 +400,7 @@ def stay_mute(replica: SyncReplica) -> None:
     address = address_for(replica.ctx, "sync")
     unix = "unix" in address
     with socket.socket(socket.AF_UNIX if unix else tcp_family(address["host"])) as sock:
+        sock.settimeout(replica.config.deadline_s)
         sock.connect(b"\0" + address["unix"].encode() if unix else (address["host"], address["port"]))
         come_in(replica, THROUGH)
     raise RehearsedError("the silence is over")

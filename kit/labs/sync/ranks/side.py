@@ -160,8 +160,8 @@ def miscounted(words: str, tensors: Sequence[str], names: Iterable[str]) -> Iter
     if found[:1] != [*tensors[:1]] or not {*found} <= {*tensors}:
         yield f"the words name {listed_names(found) or 'no tensor'} instead of {listed_names(tensors)}"
     left = len(tensors) - len(found)
-    counts = (f"and {left} more", f"{len(tensors)} tensors", f"{len(tensors)} of ")
-    if not any(count in words for count in counts) if left else re.search(r"and -?\d+ more", words):
+    counts = rf"\band {left} more\b|(?<![\w.-]){len(tensors)} (tensors|of)\b"
+    if not re.search(counts, words) if left else re.search(r"and -?\d+ more", words):
         yield f"the words name {len(found)} of {len(tensors)} tensors, and count others"
 
 

@@ -43,6 +43,7 @@ class HeldOnHost(NamedTuple):
     homes: list[Place]  # files from which buckets were sent
 
 
+KITS = "kit-"  # how the kit's own memory files are named
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
 
@@ -380,7 +381,12 @@ class SyncTrainer(Side):
         files = {place: file.size for place, file in held.items() if file.name.startswith(MEMFD)}
         self.shared |= files.keys() - self.outside
         self.named |= {file.name for file in held.values() if file.name.startswith(SHM)}
-        self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
+        # A transport that is not the kit's may stage buckets in files of its own.
+        counted = MEMFD + KITS * self.config.own_transport
+        counts = [
+            size for place, size in files.items() if place in self.shared and held[place].name.startswith(counted)
+        ]
+        self.most = max(self.most, sum(counts))
 
     def waiting(self) -> int:
         return self.listener.waiting if self.sends else 0

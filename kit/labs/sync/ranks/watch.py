@@ -4,7 +4,8 @@ The log of the code under test is not read. A point is a moment at which that co
 derive), the weights (write), the transport (open, bucket, send, close), or a step of the sync (all others). At each of them a serving
 replica is asked for a forward: one begins and gives logits, or none begins, which counts as waiting.
 
-Limits: "waits" means that no forward began for `QUIET_S`; a gate that opens later than that is observed by the next point only.
+Limits: "waits" means that no forward began for `QUIET_S`, or for `BRIEF_S` from the bucket `MANY` on; a gate that opens later than that is
+observed by the next point only. Of many buckets not all are asked (`is_asked`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from kit import machine
 from kit.engines.contents import sha256
 from kit.labs.rankside import Context
+from kit.labs.sync.lab import is_asked
 from kit.measure.phase import Place, shared_at
 from kit.sync.hashes import digest
 from kit.sync.link import Link
@@ -36,7 +38,7 @@ MANY, BRIEF_S = 16, 0.002  # from this bucket on for this long; a later point ob
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
 LINGER_S = 0.02  # a forward stays inside this long when a writer arrives, to detect a writer that does not wait
 BEGINNING = 2**16  # bytes of each bucket that are compared with those of other buckets
-WAITS, STUCK = "waits", "stuck"
+WAITS, STUCK, UNASKED = "waits", "stuck", "unasked"
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
 
 
@@ -189,7 +191,9 @@ class SyncWatch:
         when, version, routed = time.time(), self.version(), self.routed()
         serves = self.forwards is not None and self.serving is not None and self.serving.running
         quiet_s = SETTLED_S if name == "end" else QUIET_S if bucket < MANY else BRIEF_S
-        logits = self.forwards.attempt(quiet_s) if self.forwards is not None and serves else ""
+        logits = ""
+        if self.forwards is not None and serves:
+            logits = self.forwards.attempt(quiet_s) if is_asked(bucket) else UNASKED
         self.measure()
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
@@ -238,7 +242,7 @@ class SyncWatch:
 
     def version_of(self, logits: str) -> str:
         """The version that gave these logits, in words."""
-        if logits in {"", WAITS, STUCK}:
+        if logits in {"", WAITS, STUCK, UNASKED}:
             return logits
         return next((f"version {version}" for version, known in self.known.items() if logits in known), "no version")
 
