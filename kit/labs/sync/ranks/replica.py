@@ -159,7 +159,7 @@ class SyncReplica(Side):
         )
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """First the trainer pretends that a tensor differs, which must be refused; then the base is published."""
+        """First the trainer offers a base that differs in two numbers, which must be refused; then the base is published."""
         self.ctx.record("base_accepted", int(error_of(self.receiver.join) is None))
         self.take_base(lambda: self.record_received(self.receiver.join()))
 
