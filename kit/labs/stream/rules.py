@@ -260,22 +260,22 @@ def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does training continue when the logger raises?
 
-    A loop that ends with another error must have begun a step after the logger raised first."""
+    A loop that ends with another error must have begun a step after the logger raised last, or that error stands in the ledger."""
     rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
-    failed = rows.by_event["logger_failed"]
     if rows.ended is None:
         raise NotMeasured("the loop did not end, so what the logger did to it is unknown; see no_deadlock")
+    before = rows.rows[: rows.ended.at]
+    failed = [row for row in before if row.event == "logger_failed"]
     error = str(rows.ended.get("error", ""))
     if error and not failed:
         raise NotMeasured(f"the loop ended before anything was logged: {error}")
-    harmed = any(str(row["why"]).partition(": ")[2] in error for row in failed)
-    if error and not harmed and not any(row.at > failed[0].at for row in rows.by_event["begin"]):
-        incidents = [
-            row for row in rows.rows[: rows.ended.at] if row.event in ("logger_failed", "error", "died", "failed")
-        ]
+    raised = {str(row["why"]).partition(": ")[2] for row in failed} - {""}
+    harmed = any(words in error for words in raised)
+    if error and not harmed and not any(row.at > failed[-1].at for row in rows.by_event["begin"]):
+        incidents = [row for row in before if row.event in ("logger_failed", "error", "died", "failed", "exhausted")]
         gone = Unjudged if incidents[-1].event == "logger_failed" else NotMeasured
         raise gone(f"after the logger raised, the loop ended before another step: {error}")
-    why = f"the logger raised {len(failed)} times; {error if harmed else 'the loop continued'}"
+    why = f"the logger raised {len(failed)} times; {error or 'the loop continued'}"
     return Measured(float(not failed) + float(harmed), why)
 
 

@@ -104,6 +104,10 @@ BEGINS = ("begin", {"step": 2})
         ([RAISED, BEGINS, RAISED, ("ended", {"error": "step 2: disk full"})], False),
         ([RAISED, ("error", {"why": "no memory"}), ("ended", {"error": "no memory"})], None),
         ([RAISED, ("ended", {"error": "cannot go on"})], False),  # nothing else went wrong
+        ([RAISED, BEGINS, RAISED, ("ended", {"error": "cannot go on"})], False),
+        ([RAISED, ("exhausted", {}), ("ended", {"error": "too few groups"})], None),
+        ([("logger_failed", {"why": "ValueError: "}), BEGINS, ("ended", {})], True),
+        ([RAISED, BEGINS, ("ended", {}), RAISED], True),
         ([("ended", {"error": "the logger is slow"})], None),
     ],
 )
