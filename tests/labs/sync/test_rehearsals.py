@@ -209,6 +209,17 @@ def test_an_error_names_the_changed_tensors_or_all(scene: str, tensors: tuple[st
     assert (not [*misnamed(trainer, scene, error, 2, ["rank 4"], changed=["b"])]) == right
 
 
+def test_with_a_delta_an_error_may_name_only_the_tensors_of_one_bucket_of_everything() -> None:
+    failure = KitError("rank 4 failed: bucket 0 differs: a; so does bucket 1")
+    failure.peer, failure.tensors, failure.bucket = "rank 4", ("a", "b"), 0  # type: ignore[attr-defined]
+    layout = lay_out([Spec(name, 0, torch.uint8, (512,)) for name in "ab"], 512)
+    trainer: Any = SimpleNamespace(
+        digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout), config=SyncConfig(delta="word")
+    )
+    error = SyncFailed("the refresh with version 3", 2, failure)
+    assert [*misnamed(trainer, "wrong-bytes", error, 2, ["rank 4"], changed=["b"])] == []
+
+
 FIVE = ("a", "b", "layers.1.b", "d", "e")
 
 

@@ -220,6 +220,8 @@ def misnamed(
 def misspoken(trainer: SyncTrainer, scene: str, error: SyncFailed) -> Iterator[str]:
     """What is wrong with the bucket of an error, and with the tensors in its words."""
     layout, tensors = trainer.cache.layout, error.tensors
+    if scene in {WRONG_BYTES, PACKED} and trainer.config.delta != "off":
+        return  # the words name a bucket of changes, or of everything where too much has changed
     if scene in {WRONG_BYTES, PACKED, UNLIKE} and trainer.config.delta == "off":
         # All buckets differ; with a share of the tensors those that were compared.
         right = in_fullest_bucket(layout)[0] if scene == UNLIKE else 0
