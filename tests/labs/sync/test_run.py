@@ -17,6 +17,7 @@ from tests.labs.parts import failed, failing_parts, logged_steps, rows_of_metric
 Sync = Callable[..., kit.Run]
 APART = {"ranks": 4, "replicas": 2, "placement": "apart"}
 EQUAL = {"ranks": 6, "replicas": 2, "infer_tp": 2}
+OF_OTHER_SETTINGS = {"routing_effective", "delta_bytes", "weights_adopted"}
 EXCUSE = "the layouts differ, so sums round differently"
 
 
@@ -24,14 +25,15 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     verdict = sync(sweep=True, sweep_mib=2).verdict()
     assert failed(verdict) == set()
     assert unanswered(verdict) == {"others_untouched"}
-    asked = [check.name for check in find("sync").all_rules() if check.name not in ("routing_effective", "delta_bytes")]
+    asked = [check.name for check in find("sync").all_rules() if check.name not in OF_OTHER_SETTINGS]
     assert [row.check for row in verdict] == asked
-    assert "; SHA-256 of 26 tensors, 24 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
+    assert "; SHA-256 of 26 tensors, 28 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
     assert "training changed 16 or more tensors per cycle" in why(verdict, "trained_changed")
     assert "7 syncs to replicas without weights" in why(verdict, "every_parameter_written")
-    rehearsed = "activate, alone, both, calls that must be refused, expansion, late, middle, missing, packed, publish"
-    assert f"{rehearsed}, refill, refresh, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
+    early = "activate, alone, both, calls that must be refused, emptied, expansion, late, middle, missing, mute, packed"
+    later = "publish, refill, refresh, silent, transport, unfit, unlike, unsent, wrong-bytes"
+    assert f"{early}, {later}" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
     assert "all 13 combinations of transport and bucket size" in why(verdict, "sweep_arrived")
 
