@@ -95,8 +95,9 @@ def test_a_machine_gives_the_share_of_its_gpus_that_the_world_uses(monkeypatch: 
 def test_a_cluster_that_cannot_be_joined_or_started_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, address: str, error: Exception, said: str
 ) -> None:
-    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray's import sets it, as a start sets the next one
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray's import sets it, as a start sets the next two
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     from kit.world import raylaunch
 
     def init(where: str = "", **options: Any) -> None:
