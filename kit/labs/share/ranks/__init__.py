@@ -87,7 +87,7 @@ class DeviceLock:
         """Raises at once if another rank holds the device, with the name of that rank."""
         if self.held:
             raise KitError(f"{self.ctx.owner} already holds device {self.device}")
-        fd = os.open(folder / LOCK.format(self.device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder / LOCK.format(self.device), os.O_RDWR | os.O_CLOEXEC)  # the observer made it
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
