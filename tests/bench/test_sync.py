@@ -16,7 +16,7 @@ import torch
 import kit
 from kit.errors import BadInput
 from kit.labs.bench_sync import lab, parts
-from kit.labs.bench_sync.lab import LAB, BenchSyncConfig, Shape, shape_of
+from kit.labs.bench_sync.lab import HOST, LAB, BenchSyncConfig, Shape, shape_of
 from kit.labs.bench_sync.ranks import stalls
 from kit.labs.bench_sync.ranks import ways as onranks
 from kit.labs.sync.lab import SyncConfig
@@ -108,12 +108,12 @@ def test_a_row_for_free_cores_has_values_only_where_there_are_some(
     assert bool(rows["verified_beside"].note) == (cores == 5)
 
 
-def made_up(answer: Any, **config: Any) -> Any:
+def made_up(*answers: Any, **config: Any) -> Any:
     """A bench with a World whose ranks answer this."""
 
     @contextlib.contextmanager
     def world(*_: Any, **__: Any) -> Iterator[Any]:
-        yield SimpleNamespace(call=lambda *_, **__: [answer])
+        yield SimpleNamespace(call=lambda *_, **__: list(answers))
 
     return SimpleNamespace(world=world, config=BenchSyncConfig(**config))
 
@@ -148,13 +148,19 @@ def test_a_pause_is_the_longest_time_without_a_forward() -> None:
 
 
 def test_pauses_are_shares_of_the_time_of_a_sync() -> None:
-    answer = {"staged": [[2.0, 0.5, 7], [4.0, 0.4, 9]], "expansion": [[1.0, 1.0, 3]]}
-    rows = {row.what: row for row in parts.pauses(made_up(answer))}
+    sender = {
+        "staged": [[2.0, 0.5, 7, 0.1], [4.0, 0.4, 9, 0.3]],
+        "expansion": [[3.0, 1.0, 3, 1.0], [3.0, 1.0, 3, 1.0]],
+        "adopted expansion": [[1.5, 1.5, 3, 0.5], [3.0, 1.5, 3, 1.0]],
+        HOST: [],
+    }
+    rows = {row.what: row for row in parts.pauses(made_up(sender, {HOST: [1.0, 2.0]}))}
     staged = rows["a sync of 256 MiB, staged: share without a forward"]
     assert (staged.metric, list(staged.values)) == ("staged_pause", [25.0, 10.0])
     assert staged.note == "8 forwards meanwhile by the same replica"
     other = rows["a sync of 256 MiB, expansion: share without a forward"]
     assert (other.metric, other.note) == ("pause", "3 forwards meanwhile by another replica")
+    assert list(next(row for row in rows.values() if row.metric == "adopted_over_copied").values) == [0.5, 1.0]
 
 
 def test_copies_of_an_offloaded_trainer_are_those_that_the_lab_counted() -> None:
@@ -183,9 +189,11 @@ def test_ranks_measure_pauses_and_shapes(nothing_left: None) -> None:
         shapes = [{"size": 4096, "count": 4}, {"size": 8192, "count": 2}]
         asked = {"meeting": f"bench-{secrets.token_hex(8)}", "ways": ["memcpy", "shm+expand", "shm+cache"], "rounds": 2}
         seconds = world.call(f"{parts.WAYS}:seconds_by_shape", shapes=shapes, **asked)[0]
-    for total, paused, served in (turns[0] for turns in made[0].values()):
+    assert made[0].pop(HOST)
+    for total, paused, served, read in (turns[0] for turns in made[0].values()):
         assert 0 < paused <= total
         assert served >= 0
+        assert read > 0
     assert made[0]["staged"][0][2] > 0
     assert [len(by_way["shm+expand"]) for by_way in seconds] == [2, 2]
 

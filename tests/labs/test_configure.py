@@ -171,7 +171,7 @@ def test_a_fault_replaces_code_that_exists(lab: Definition) -> None:
     assert len({fault.name for fault in lab.faults}) == len(lab.faults)
     for fault in lab.faults:
         with replaced(fault.patch):
-            assert all(load(place) is load(wrong) for place, wrong in fault.patch.items())
+            assert all(load(place) == load(wrong) for place, wrong in fault.patch.items())
 
 
 def test_settings_of_older_runs_name_code_where_it_was() -> None:
