@@ -41,6 +41,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "growth_mb": (1, 2),
         "receivers": (1, 2),
         "receivers_mb": 1,
+        "terms_mib": (1, 2, 4),
+        "stall_mib": 8,
+        "delta_model": "tiny",
     },
     "view": {"records": 3500, "many": 5000, "moves": 2, "opens": 2, "panels": 1, "runs": 50},
     "world": {
@@ -63,7 +66,18 @@ JUDGED = {
     },
     "split": {"whole_over_plain": 2, "five_over_plain": 2, "peak_over_plain": 4, "metrics_over_bare": 12},
     "stream": {"possible_over_gain": 1, "exposed_over_plain": 1, "error_over_gain": 1},
-    "sync": {"shm_over_memcpy": 1, "small_shm_over_memcpy": 1, "shm_over_group": 2, "automatic_over_fixed": 2},
+    "sync": {
+        **dict.fromkeys(
+            (
+                *("shm_over_memcpy", "small_shm_over_memcpy", "shm_over_copies", "expand_over_memcpy"),
+                *("verified", "verified_beside", "small_verified"),
+                *("staged_pause", "adopted_over_copied", "cached_once"),
+            ),
+            1,
+        ),
+        **dict.fromkeys(("two_over_one", "shm_over_group", "delta_over_needed", "automatic_over_fixed"), 2),
+        "terms_predict": 7,  # a transport each
+    },
     "view": {"run_opened": 2, "verdict_moved": 1, "runs_listed": 2, "plot_moved": 4, "moved_over_first": 4},
     "world": {
         **dict.fromkeys(
@@ -73,6 +87,7 @@ JUDGED = {
             ),
             1,
         ),
+        "both_sides_left": 1,
         "second_over_first": 2,
         **dict.fromkeys(("started_on_two", "stepped_on_two", "start_over_ray", "loop_on_ray"), 1),
         **dict.fromkeys(("cut_named", "far_side_left"), 2),  # with two and with eight ranks
@@ -86,6 +101,8 @@ SILENT = (
     "mode=suspend",
     "no locks of other processes",
     "torchcomms",
+    "KIT_VLLM_PYTHON",
+    "a second core each from",
     "network namespaces",
 )
 
