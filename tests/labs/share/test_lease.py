@@ -12,6 +12,7 @@ import torch
 
 from kit.errors import KitError
 from kit.labs.rankside import Context
+from kit.labs.share.lab import LOCK
 from kit.labs.share.ranks import DeviceLock, context_of
 from tests.labs.share.conftest import share
 
@@ -29,6 +30,14 @@ def lease(owner: str, device: int, notes: list[tuple[str, Any]]) -> DeviceLock:
 
 
 @pytest.fixture
+def locks(tmp_path: Path) -> Path:
+    """The folder of devices' locks, as the observer makes it."""
+    for device in (0, 1, 5):
+        (tmp_path / LOCK.format(device)).touch()
+    return tmp_path
+
+
+@pytest.fixture
 def cores() -> Any:
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     yield before
@@ -37,12 +46,12 @@ def cores() -> Any:
 
 
 @pytest.mark.parametrize("device", [0, 1, 5])
-def test_a_rank_has_one_core_with_its_device_and_all_without(tmp_path: Path, cores: set[int], device: int) -> None:
+def test_a_rank_has_one_core_with_its_device_and_all_without(locks: Path, cores: set[int], device: int) -> None:
     notes: list[tuple[str, Any]] = []
     torch.set_num_threads(2)
     mine = lease("a.replica 0", device, notes)
     for _ in range(2):
-        mine.take(tmp_path)
+        mine.take(locks)
         assert mine.held
         assert os.sched_getaffinity(0) == {sorted(cores)[device % len(cores)]}
         assert torch.get_num_threads() == 1
@@ -54,28 +63,28 @@ def test_a_rank_has_one_core_with_its_device_and_all_without(tmp_path: Path, cor
     assert notes == [("lease", "taken"), ("lease", "freed")] * 2
 
 
-def test_two_ranks_cannot_have_a_device(tmp_path: Path, cores: set[int]) -> None:
+def test_two_ranks_cannot_have_a_device(locks: Path, cores: set[int]) -> None:
     notes: list[tuple[str, Any]] = []
     mine, other = lease("a.trainer", 0, notes), lease("b.replica 1", 0, notes)
-    mine.take(tmp_path)
+    mine.take(locks)
     with pytest.raises(KitError, match=r"b\.replica 1 cannot take device 0: a\.trainer holds it"):
-        other.take(tmp_path)
+        other.take(locks)
     assert not other.held
     with pytest.raises(KitError, match=r"a\.trainer already holds device 0"):
-        mine.take(tmp_path)
+        mine.take(locks)
     mine.free()
-    other.take(tmp_path)
+    other.take(locks)
     other.free()
     assert os.sched_getaffinity(0) == cores
 
 
-def test_ranks_of_one_pipeline_may_share_a_device_if_all_say_so(tmp_path: Path, cores: set[int]) -> None:
+def test_ranks_of_one_pipeline_may_share_a_device_if_all_say_so(locks: Path, cores: set[int]) -> None:
     notes: list[tuple[str, Any]] = []
     mine, other = lease("a.trainer", 0, notes), lease("a.replica 1", 0, notes)
-    mine.take(tmp_path, together=True)
-    other.take(tmp_path, together=True)
+    mine.take(locks, together=True)
+    other.take(locks, together=True)
     with pytest.raises(KitError, match="cannot take device 0"):
-        lease("b.trainer", 0, notes).take(tmp_path)
+        lease("b.trainer", 0, notes).take(locks)
     other.free()
     mine.free()
     assert os.sched_getaffinity(0) == cores
