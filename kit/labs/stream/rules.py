@@ -275,7 +275,8 @@ def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
         incidents = [row for row in before if row.event in ("logger_failed", "error", "died", "failed", "exhausted")]
         gone = Unjudged if incidents[-1].event == "logger_failed" else NotMeasured
         raise gone(f"after the logger raised, the loop ended before another step: {error}")
-    why = f"the logger raised {len(failed)} times; {error or 'the loop continued'}"
+    ended = f", and ended later for another reason: {error}" if error else ""
+    why = f"the logger raised {len(failed)} times; {error if harmed else f'the loop continued{ended}'}"
     return Measured(float(not failed) + float(harmed), why)
 
 
