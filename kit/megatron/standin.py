@@ -106,6 +106,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (distrib_optimizer, "USING_TE_OPTIMIZER", False),
         (distrib_optimizer, "USING_APEX_OPTIMIZER", False),
         (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (clip_grads, "multi_tensor_scale_tensor_impl", None),  # newer versions of Megatron clip with it if it is there
         *((module, "multi_tensor_applier", utils.local_multi_tensor_applier) for module in (clip_grads, mixed)),
         *((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale) for module in (clip_grads, mixed)),
     ]

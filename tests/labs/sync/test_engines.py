@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -60,11 +61,14 @@ def test_faults_of_engines_are_seen_in_vllm(sync: Callable[..., kit.Run], fault:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"refresh": "paused"}, {"size": "125m"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bfloat16"}, {"refresh": "paused"}, {"size": "125m", "timeout_s": 400.0}],  # all failures are one phase
+)
 def test_vllm_is_right_in_bfloat16_and_where_it_pauses_and_as_llama(
-    sync: Callable[..., kit.Run], settings: dict[str, str]
+    sync: Callable[..., kit.Run], settings: dict[str, Any]
 ) -> None:
     verdict = sync(**{**IN_VLLM, **settings}).verdict()
     assert failed(verdict) == set()
