@@ -1,6 +1,6 @@
 """What the bench of weight transfer asks: ratios to one memcpy of the same bytes, and to the other ways, turn by turn."""
 
-from kit.labs.sync.rules import MOST_BESIDE
+from kit.labs.sync.lab import MOST_BESIDE
 from kit.results.samples import median_rule
 
 RULES = (

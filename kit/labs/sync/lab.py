@@ -16,6 +16,7 @@ TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 ASKED, SELDOM = 256, 16  # a forward is attempted at each of these first buckets, and then at every 16th
 CLOSED_S = 0.5  # how long groups, threads and sockets that are being closed may take after a failed sync
+MOST_BESIDE = 0.5  # copies of the weights on the host beside the buckets: small models have much alignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

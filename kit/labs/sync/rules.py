@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.sync.lab import CLOSED_S, SyncConfig, is_asked, roles
+from kit.labs.sync.lab import CLOSED_S, MOST_BESIDE, SyncConfig, is_asked, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.growth import DRIFT_CYCLES, bystander_change, compared, growth, worst
@@ -31,7 +31,6 @@ MIB, KIB = 2**20, 2**10
 MUCH = 0.5  # of all bytes: with more, everything is less than twice what is needed
 # Of the model at the sender. If more has changed, everything is sent; the kit's own number for that is not read, as it is judged here.
 COPIES, CHANGES = 2.0, 0.75
-MOST_BESIDE = 0.5  # copies of the weights: small models have much alignment
 MOST_COPIED = (
     0.8  # of the bytes of adopted weights: in a small model the end of a bucket parts most tensors that a weight joins
 )
