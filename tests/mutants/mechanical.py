@@ -32,7 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -261,7 +261,6 @@ WHY = {
     "sync-76c0d7a3": WORDS,
     "sync-8c11f83b": "no run of a lab asks with a token below 0",
     "sync-be2da639": WORDS,
-    "sync-e8fe3135": "the lab sync has no experts",
 }
 
 # Checks that a busy machine may fail: such a mutant is seen if a second run says so too.
@@ -301,7 +300,8 @@ class Outcome:
     state: str
     by: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    judges: str = ""  # the hash of the room's lab and tests
+    judges: str = ""  # the hash of the room's runs, their labs and its tests
+    through: list[str] = field(default_factory=list)  # keys of the lab's runs that let it through
     runs: int = -1  # of the lab that reach the statement without the mutant; -1: not counted
 
     @property
@@ -335,8 +335,14 @@ def files_of(room: Room) -> list[str]:
 
 @cache
 def judges(room: Room) -> str:
-    """Hash what may see a mutant of a room: its lab, and its tests."""
-    return hash_of(ROOT / "kit" / "labs" / room.name, *(ROOT / folder for folder in room.tests))[:12]
+    """Hash what may see a mutant of a room: its runs, and its tests."""
+    return digest(*map(key_of_lab, room.runs), hash_of(*(ROOT / folder for folder in room.tests)))[:12]
+
+
+@cache
+def key_of_lab(arguments: str) -> str:
+    """Hash a command and its lab."""
+    return digest(arguments, hash_of(ROOT / "kit" / "labs" / arguments.split()[1]))[:12]
 
 
 def statements(room: Room) -> int:
@@ -659,7 +665,7 @@ class Map:
 
 
 def key_of_run(room: Room, arguments: str) -> str:
-    return digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
+    return digest(key_of_lab(arguments), hash_of(*sources(room)))
 
 
 def as_text(lines: reached.Lines) -> str:
@@ -681,16 +687,15 @@ def sources(*rooms: Room) -> list[Path]:
 
 
 def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | None, *, ask: str) -> Outcome:
-    """Judge a mutant by the first run of its lab, by all of them, or by tests; what was done before is not done again."""
+    """Judge a mutant by the first run of its lab, by all of them, or by tests; a run that let it through is not had again."""
     started = time.monotonic()
-    at = statements_at(room, place)
+    through = [*before.through] if before is not None else []
     change = copy.change(place)
     try:
         if ask == TESTS:
-            state, by = by_tests(copy, known, room, at)
+            state, by = by_tests(copy, known, room, statements_at(room, place))
         else:
-            begun = before is not None and before.state == "begun" and before.is_of_today
-            state, by = by_lab(copy, known, room, place, at, part=slice(1) if ask == FIRST else slice(int(begun), None))
+            state, by = by_lab(copy, known, room, place, through, runs=1 if ask == FIRST else None)
             if (state, ask) == ("untested", FIRST):
                 state = "begun"
     finally:
@@ -707,6 +712,7 @@ def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | N
         by=by,
         seconds=round(time.monotonic() - started, 1),
         judges=judges(room),
+        through=through,
     )
 
 
@@ -726,11 +732,20 @@ class BusyMachineError(Exception):
 
 
 def by_lab(
-    copy: Copy, known: Map, room: Room, place: Place, at: reached.Lines, *, part: slice = slice(None)
+    copy: Copy,
+    known: Map,
+    room: Room,
+    place: Place,
+    through: list[str],
+    *,
+    runs: int | None = None,
 ) -> tuple[str, list[str]]:
-    """Run the lab; `part`: of the runs that a mutant gets, those here."""
+    """Run the lab, all of it or its first `runs`; those of `through` have let the mutant through before, others come to them."""
+    at = statements_at(room, place)
     inside = {(place.file, line) for line in reached.around((ROOT / place.file).read_text(), place.line)} or at
-    for arguments, reach in islice(in_order(known, room, at, inside), part.start, part.stop):
+    for arguments, reach in islice(in_order(known, room, at, inside), runs):
+        if key_of_lab(arguments) in through:
+            continue
         limit_s = SLOWER * reach.seconds + SPARE_S
         state, by = copy.run(arguments, room.mode, limit_s)
         if doubtful(state, by):
@@ -743,6 +758,7 @@ def by_lab(
                 raise BusyMachineError(f"without the mutant too: {', '.join(control[1])}")
         if state != "survived":
             return state, by
+        through.append(key_of_lab(arguments))
     return "untested", []
 
 
@@ -782,7 +798,7 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
     seconds = 0.0
     for name, takes in [each for tests in order for each in sorted(tests.items(), key=lambda each: each[1])]:
         if nearest and seconds + takes > TESTS_S:
-            break
+            continue
         nearest.append(name)
         seconds += takes
     return copy.tests(nearest, SLOWER * seconds + SPARE_S) if nearest else ("survived", [])
@@ -791,14 +807,19 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
 # -- all of them --------------------------------------------------------------------------------------------------------------
 
 
-def run_all(rooms: Sequence[Room], count: int, seed: str, results: Path, workers: int, *, tested: bool) -> None:
-    """Run each lab once on what has no result yet, then all its runs on what that lets through; with `tested`, then the tests."""
+def run_all(
+    rooms: Sequence[Room], count: int, seed: str, results: Path, workers: int, *, tested: bool, end: float = math.inf
+) -> None:
+    """Run each lab once on what has no result yet, then all its runs on what that lets through; with `tested`, then the tests.
+
+    No mutant begins after `end`, a time of `time.monotonic`.
+    """
     with tempfile.TemporaryDirectory(prefix="kit-mutants-") as name:
         reaches = Map(Path(name) / "map")
         copies = [Copy(Path(name) / str(number)) for number in range(workers)]
         places_drawn = draw(rooms, count, seed)
         for ask in (FIRST, LAB, TESTS)[: 2 + tested]:
-            run_pass({room.name: room for room in rooms}, places_drawn, results, reaches, copies, ask=ask)
+            run_pass({room.name: room for room in rooms}, places_drawn, results, reaches, copies, ask=ask, end=end)
         count_runs(rooms, places_drawn, results)
         for copy in (reaches.copy, *copies):
             copy.close()
@@ -812,6 +833,7 @@ def run_pass(
     copies: Sequence[Copy],
     *,
     ask: str,
+    end: float,
 ) -> None:
     before = {outcome.id: outcome for outcome in read(results, places_drawn)}
     todo = iter([place for place in places_drawn if is_left(before.get(place.id), ask)])
@@ -821,7 +843,7 @@ def run_pass(
         while True:
             with lock:
                 place = next(todo, None)
-            if place is None:
+            if place is None or time.monotonic() > end:
                 return
             try:
                 outcome = judged(copy, reaches, rooms[place.room], place, before.get(place.id), ask=ask)
@@ -829,8 +851,7 @@ def run_pass(
                 print(f"no result  {place.id}: {busy}", flush=True)
                 continue
             with lock:
-                with results.open("a") as file:
-                    file.write(json.dumps(asdict(outcome)) + "\n")
+                note(results, outcome)
                 words = f"{outcome.id} {outcome.file}:{outcome.line} {outcome.change}: {', '.join(outcome.by)}"
                 print(f"{outcome.state:8} {outcome.seconds:5.1f} s  {words}", flush=True)
 
@@ -839,6 +860,11 @@ def run_pass(
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def note(results: Path, outcome: Outcome) -> None:
+    with results.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def count_runs(rooms: Sequence[Room], places_drawn: Sequence[Place], results: Path) -> None:
@@ -853,9 +879,9 @@ def count_runs(rooms: Sequence[Room], places_drawn: Sequence[Place], results: Pa
             outcome = outcomes.get(place.id)
             if place.room == room.name and outcome is not None and outcome.state not in SEEN_BY_LAB:
                 at = statements_at(room, place)
-                outcome.runs = sum(bool(at & lines) for lines in reaches)
-                with results.open("a") as file:
-                    file.write(json.dumps(asdict(outcome)) + "\n")
+                runs = sum(bool(at & lines) for lines in reaches)
+                if runs != outcome.runs:
+                    note(results, replace(outcome, runs=runs))
 
 
 def is_left(outcome: Outcome | None, ask: str) -> bool:
@@ -885,12 +911,12 @@ def share_in_words(seen: int, total: int) -> str:
 ABOUT = """\
 `python -m tests.mutants.mechanical` draws {count} places and operators (cosmic-ray) by a hash, from each room in proportion to its
 statements. The lab runs on each mutant, by commands that a person may type, with few cycles and steps: once, then by those that reach more
-of the function, at least twice in all. What that lets through goes to the nearest quick tests, as many as take four minutes, and where a
-person named one to a slow test. What never reaches the changed statement is left out. The results are in `tests/mutants/drawn.jsonl`; each
-holds until the source of its function changes. The order is by a hash too, so those that have run are a sample of each room. Shares have
-their 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them; both shares count them, and
-*untested* ones, of which a run of the lab or the tests are left, as not seen. *unreached* are those of them whose statement no run of the
-lab reaches on this machine, which has no GPU."""
+of the function, at least twice in all. What that lets through goes to the nearest quick tests, as many as take {minutes:g} minutes
+together, and where a person named one to a slow test. What never reaches the changed statement is left out. The results are in
+`tests/mutants/drawn.jsonl`; each holds until the source of its function changes. The order is by a hash too, so those that have run are a
+sample of each room. Shares have their 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them;
+both shares count them, and *untested* ones, of which a run of the lab or the tests are left, as not seen. *unreached* are those of them
+whose statement no run of the lab reaches on this machine, which has no GPU."""
 
 
 def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
@@ -909,7 +935,8 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
         count["untested"] += count["begun"]
         left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
-        left.append(sum(each.runs == 0 for each in outcomes if name in ("all", each.room)))
+        unseen = [each for each in outcomes if each.state not in SEEN and each.id not in EQUIVALENT]
+        left.append(sum(each.runs == 0 for each in unseen if name in ("all", each.room)))
         size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
         rows.append([name, size, len(states), count["check"], count["broke"], *shares, *left])
     head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests"]
@@ -928,7 +955,7 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         [
             TITLE,
             "",
-            ABOUT.format(count=COUNT),
+            ABOUT.format(count=COUNT, minutes=TESTS_S / 60),
             "",
             markdown(head, rows),
             "",
@@ -953,13 +980,15 @@ def main() -> None:
     parser.add_argument("--seed", default=SEED, help="what the draw hashes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many")
     parser.add_argument("--no-tests", action="store_true", help="leave what the labs let through for later")
     parser.add_argument("--no-runs", action="store_true", help="write the page from the results")
     parser.add_argument("--no-page", action="store_true", help="leave docs/mutants.md as it is")
     asked = parser.parse_args()
     rooms = [room for room in ROOMS if not asked.room or room.name in asked.room]
     if not asked.no_runs:
-        run_all(rooms, asked.count, asked.seed, asked.results, asked.workers, tested=not asked.no_tests)
+        end = time.monotonic() + 60 * asked.minutes
+        run_all(rooms, asked.count, asked.seed, asked.results, asked.workers, tested=not asked.no_tests, end=end)
     if not asked.no_page:
         places_drawn = draw(ROOMS, COUNT, asked.seed)
         write(PAGE, read(asked.results, places_drawn), Counter(place.room for place in places_drawn))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(
     page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
     states = ("check", "broke", "tests", "survived", "untested", "mended")
     outcomes = [outcome("share", state, number) for number, state in enumerate(states)]
-    outcomes[2].runs, outcomes[3].runs = 0, 1
+    for each, runs in zip(outcomes, (0, 0, 0, 1, 0, 0), strict=True):  # unreached is one of what nothing saw
+        each.runs = runs
     for _ in range(2):  # the second time in place of the first
         write(page, outcomes, {"share": 9})
     text = page.read_text()
@@ -248,9 +250,134 @@ def test_two_runs_and_those_that_reach_more_of_the_function(monkeypatch: pytest.
     copy: Any = Copy()
     known: Any = Map()
     place = mechanical.Place("small", "a.py", 14, "AddNot", 0)
-    assert mechanical.by_lab(copy, known, room, place, {("a.py", 14)}) == ("untested", [])
-    assert ran == ["one", "more"]
+    monkeypatch.setattr(mechanical, "key_of_lab", "key of {}".format)
+    through: list[str] = []
+    assert mechanical.by_lab(copy, known, room, place, through, runs=1) == ("untested", [])
+    assert ran == ["one"]
+    assert mechanical.by_lab(copy, known, room, place, through) == ("untested", [])
+    assert ran == ["one", "more"], "a run is not had twice"
+    assert through == ["key of one", "key of more"]
+    assert mechanical.by_lab(copy, known, room, place, ["key of more"]) == ("untested", [])
+    assert ran == ["one", "more", "one"], "one that was never had is not skipped"
     reaches["more"] = {6, 8, 14}
     ran.clear()
-    assert mechanical.by_lab(copy, known, room, place, {("a.py", 14)}) == ("untested", [])
+    assert mechanical.by_lab(copy, known, room, place, []) == ("untested", [])
     assert ran == ["one", "same"]
+
+
+@pytest.mark.parametrize("late_without_it", [False, True])
+def test_what_a_busy_machine_may_say_runs_again_and_then_without_the_mutant(
+    late_without_it: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    monkeypatch.setattr(mechanical, "key_of_lab", str)
+    (tmp_path / "a.py").write_text(TWO_WAYS)
+    did: list[str] = []
+
+    class Copy:
+        mutated = True
+
+        def run(self, arguments: str, mode: str, limit_s: float) -> tuple[str, list[str]]:
+            did.append("mutant" if self.mutated else "control")
+            return ("broke", ["exit 3: Timeout"]) if self.mutated or late_without_it else ("survived", [])
+
+        def restore(self, place: mechanical.Place) -> None:
+            self.mutated = False
+
+        def change(self, place: mechanical.Place) -> None:
+            self.mutated = True
+
+    class Map:
+        def of_run(self, room: Room, arguments: str) -> mechanical.Reach:
+            return mechanical.Reach({("a.py", 14)}, 1.0)
+
+    copy: Any = Copy()
+    known: Any = Map()
+    place = mechanical.Place("small", "a.py", 14, "AddNot", 0)
+    room = Room("small", ("a.py",), ("one",), ())
+    if late_without_it:
+        with pytest.raises(mechanical.BusyMachineError, match="Timeout"):
+            mechanical.by_lab(copy, known, room, place, [])
+    else:
+        assert mechanical.by_lab(copy, known, room, place, []) == ("broke", ["exit 3: Timeout"])
+    assert did == ["mutant", "mutant", "control"]
+    assert copy.mutated
+
+
+def test_a_test_that_takes_too_long_does_not_end_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"a.py::first": 100.0, "a.py::long": 200.0, "b.py::second": 350.0, "c.py::last": 60.0}
+    names = {"b.py::short": 120.0, **seconds}
+    asked: list[str] = []
+
+    class Copy:
+        def tests(self, names: list[str], limit_s: float) -> tuple[str, list[str]]:
+            asked.extend(names)
+            return "survived", []
+
+    class Map:
+        def of_tests(self, folder: str) -> dict[str, mechanical.Reach]:
+            return {name: mechanical.Reach({("a.py", 1)}, takes) for name, takes in names.items()}
+
+    copy: Any = Copy()
+    known: Any = Map()
+    assert mechanical.TESTS_S == 240.0
+    mechanical.by_tests(copy, known, Room("small", (), (), ("tests",)), {("a.py", 1)})
+    assert asked == ["c.py::last", "a.py::first"]
+    names["b.py::short"] = 80.0
+    asked.clear()
+    mechanical.by_tests(copy, known, Room("small", (), (), ("tests",)), {("a.py", 1)})
+    assert asked == ["c.py::last", "a.py::first", "b.py::short"], "the one between them takes too long"
+
+
+def test_each_pass_takes_what_waits_for_it() -> None:
+    now = mechanical.judges(ROOMS[0])
+
+    def left(state: str, judges: str) -> list[str]:
+        each = outcome(ROOMS[0].name, state, 0)
+        each.judges = judges
+        return [ask for ask in (mechanical.FIRST, mechanical.LAB, mechanical.TESTS) if mechanical.is_left(each, ask)]
+
+    assert [ask for ask in ("first", "lab", "tests") if mechanical.is_left(None, ask)] == ["first"]
+    assert {state: left(state, now) for state in ("begun", "untested", "survived", "check", "tests")} == {
+        "begun": ["lab"],
+        "untested": ["tests"],
+        "survived": [],
+        "check": [],
+        "tests": [],
+    }
+    assert {state: left(state, "before") for state in ("begun", "untested", "survived", "check")} == {
+        "begun": ["lab"],
+        "untested": ["lab"],
+        "survived": ["lab"],
+        "check": [],
+    }
+
+
+def test_other_runs_of_a_room_are_other_judges() -> None:
+    room = ROOMS[0]
+    assert mechanical.judges(room._replace(runs=room.runs[1:])) != mechanical.judges(room)
+
+
+def test_counted_runs_are_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(TWO_WAYS)
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    monkeypatch.setattr(mechanical, "key_of_run", lambda room, arguments: arguments)
+    monkeypatch.setattr(mechanical, "Known", lambda: {"one": ["a.py:14", 1.0]})
+    place = mechanical.Place("small", "a.py", 14, "AddNot", 0)
+    results = tmp_path / "drawn.jsonl"
+    each = outcome("small", "begun", 0)
+    each.id = place.id
+    mechanical.note(results, each)
+    for _ in range(2):
+        mechanical.count_runs([Room("small", ("a.py",), ("one",), ())], [place], results)
+    assert [kept.runs for kept in map(read_line, results.read_text().splitlines())] == [-1, 1]
+
+
+def read_line(line: str) -> Outcome:
+    return Outcome(**json.loads(line))
+
+
+def test_reasons_are_of_mutants_that_a_lab_alone_does_not_see() -> None:
+    newest = {each.id: each.state for each in map(read_line, mechanical.RESULTS.read_text().splitlines())}
+    named = {*EQUIVALENT, *mechanical.WHY}
+    assert not {name for name in named if newest.get(name, "check") in mechanical.SEEN_BY_LAB}
