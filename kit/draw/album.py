@@ -127,7 +127,9 @@ class Album:
         fault = [f"fault: {run.fault}"] if run.fault else []
         limits = ", ".join(f"{key} {value:g}" for key, value in (tolerances or {}).items())
         moved = [f"limits moved: {limits}"] if limits else []
-        return " · ".join([name, counted(len(data.ranks), "rank"), *words, *fault, run.status, *moved])
+        # Until each rank has written a row, only the config knows how many there are.
+        ranks = max(len(data.ranks), int(run.config.get("ranks") or 0))
+        return " · ".join([name, counted(ranks, "rank"), *words, *fault, run.status, *moved])
 
     def moves_with(self, name: str, moved: set[str]) -> bool:
         """Whether a plot changes when the limits of these rules move."""

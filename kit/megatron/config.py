@@ -138,6 +138,11 @@ def check(config: ModelConfig, ranks: int) -> None:
         ("experts", config.experts, "ep", config.ep),
     ):
         if total % parts:
+            if dimension == "ranks":
+                alone = " ".join(f"{split}=1" for split in name.split("*") if getattr(config, split) > 1)
+                raise BadInput(
+                    f"{name}={parts} does not divide ranks={ranks}; use a multiple of {parts}, or set {alone}"
+                )
             size = f" (size {config.size!r})" if isinstance(config.size, str) else ""
             raise BadInput(f"{name}={parts} does not divide {total} {dimension} of this job{size}")
     if config.vpp and config.pp == 1:

@@ -320,7 +320,8 @@ def seal(path: Path) -> dict[str, Any]:
             left -= len(data)
             digest.update(data)
             rows += data.count(b"\n")
-    return {"rows": rows, "sha256": digest.hexdigest()}
+        size = file.tell()
+    return {"rows": rows, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def read_bytes(path: Path, start: int = 0) -> bytes:

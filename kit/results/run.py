@@ -70,6 +70,7 @@ NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run name
 RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name of any folder
 LONGEST = 120  # characters of a label
 SHOWN_NAMES = 4  # of several runs with one name
+CONFIG_EDITED = "run.json: the config was edited after the run ended"
 BROKEN = ("stopped", "interrupted", "failed")
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
@@ -186,7 +187,8 @@ class Run:
             return []
         self._load()
         known = sealed["records"]
-        changes = [change for name, wrote in known.items() if (change := self._altered(name, wrote))]
+        changes = [CONFIG_EDITED] if self._config_edited else []
+        changes += [change for name, wrote in known.items() if (change := self._altered(name, wrote))]
         if not self.own:
             changes += [f"{name} was added after the run ended" for name in self._files if name not in known]
         if "verdict" in sealed:
@@ -200,6 +202,12 @@ class Run:
             if change:
                 changes.append(f"the stored verdict {change}: `kit check` judges the records again")
         return changes
+
+    @property
+    def _config_edited(self) -> bool:
+        info = self.info()
+        digest = (info.get(SEALED) or {}).get("config")
+        return digest is not None and digest != digest_of(info.get("config"))
 
     def _altered(self, name: str, wrote: Mapping[str, Any]) -> str:
         file = self._files.get(name)
@@ -318,6 +326,11 @@ class Run:
             copied = frame.copy()
             copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
+            if self._config_edited:
+                kept = Measured(None, CONFIG_EDITED, failed=True)
+                answers: list[Answer] = [(rule, kept) for rule in rules]
+                self._answers = frame, (config, whole), answers
+                return answers
             self._answers = frame, (config, whole), measure_checks(copied, config, rules, suspect, whole=whole)
         return self._answers[2]
 
@@ -363,6 +376,11 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
         return ""
     there = gpu["gpus"][0]["name"] if gpu.get("gpus") else f"the GPU driver {gpu['driver']}"
     return f"this box has {there}: {why}"
+
+
+def digest_of(config: Any) -> str:
+    """The same for a config in memory and the one that a file has."""
+    return hashlib.sha256(to_json(dict(sorted((config or {}).items()))).encode()).hexdigest()
 
 
 def label_in(path: Path) -> str:
@@ -621,7 +639,7 @@ class RunWriter:
         """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
         status = "stopped" if stopped else "finished" if error is None else "failed"
-        sealed: dict[str, Any] = self._verdict_seal()
+        sealed: dict[str, Any] = self._verdict_seal() | {"config": digest_of(self._info["config"])}
         with contextlib.suppress(OSError):  # the records were removed; the run still has its end
             sealed["records"] = {"records.jsonl": seal(self.dir / "records.jsonl")}
         self._update(finished=utc(), status=status, error=error, **{SEALED: sealed})

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 # What every table of runs has. `differs` are the settings that are not the lab's defaults.
 COMMON = ("run", "label", "lab", "differs", "fault", "status", "verdict", "started", "took [s]", "machine", "sweep")
-FILES = ("run.json", "verdict.json", LABEL)
+FILES = ("run.json", "records.jsonl", "verdict.json", LABEL)
 KEPT: dict[Path, tuple[Any, Facts]] = {}  # facts of runs that ended, with the state of their files
 MEDIANS: dict[tuple[Path, str], tuple[Any, tuple[float | None, str]]] = {}
 
@@ -66,6 +66,11 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
             raise
         stored = None
     edited = stored is not None and (info.get(SEALED) or {}).get("verdict", stored.digest) != stored.digest
+    edited = edited or any(
+        state_of(f"{folder}/{name}")[0] != wrote["bytes"]
+        for name, wrote in (info.get(SEALED) or {}).get("records", {}).items()
+        if "bytes" in wrote  # older kits did not write it
+    )
     stored = None if edited else stored
     config, same = flat(current_settings(lab, info.get("config") or {})), defaults(lab)
     answer = None if stored is None else stored.answer

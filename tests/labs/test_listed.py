@@ -78,6 +78,13 @@ def test_a_verdict_that_was_edited_has_not_passed(make: Callable[..., str], tmp_
     assert kit.runs(verdict="passed").empty
 
 
+def test_a_run_that_lost_rows_has_not_passed(make: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / make("smoke", passed=True) / "records.jsonl"
+    assert list(kit.runs()["answer"]) == ["passed"]
+    path.write_text(path.read_text() + "\n")
+    assert kit.runs().iloc[0][["answer", "verdict"]].to_list() == ["not judged", "edited after the run ended"]
+
+
 def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:
     assert kit.runs(tp=2).empty  # there is no run yet
     make("smoke", passed=True)
@@ -85,6 +92,10 @@ def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:
         kit.runs(status="stoped")
     with pytest.raises(BadInput, match="no run has a setting 'cyles'; did you mean 'cycles'"):
         kit.runs(cyles=2)
+    with pytest.raises(BadInput, match="there is no lab 'smok'; did you mean 'smoke'"):
+        kit.runs(lab="smok")
+    with pytest.raises(BadInput, match="there is no fault 'leaked'"):
+        kit.runs(fault="leaked")
     with pytest.raises(BadInput, match="there is no verdict 'fail'; did you mean 'failed'"):
         kit.runs(verdict="fail")
 

@@ -32,7 +32,7 @@ def test_the_distributed_optimizer_divides_the_state_by_the_data_ranks():
         ({"dtype": "int8"}, 1, "dtype 'int8' is unknown"),
         ({"tp": 0}, 1, "tp=0 is not allowed: it must be at least 1"),
         ({"tp": 4}, 4, "tp=4 does not divide 2 key-value heads"),
-        ({"tp": 2}, 3, "tp\\*pp=2 does not divide 3 ranks"),
+        ({"tp": 2}, 3, "tp\\*pp=2 does not divide ranks=3; use a multiple of 2, or set tp=1$"),
         ({"pp": 3}, 3, "pp=3 does not divide 4 layers"),
         ({"ep": 2, "experts": 3}, 2, "ep=2 does not divide 3 experts"),
         ({"tp": 2, "experts": 4}, 2, "experts=4 with tp=2 is not supported"),

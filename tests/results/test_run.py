@@ -187,6 +187,11 @@ def edit_the_verdict(folder):
     (folder / "verdict.json").write_text(json.dumps([{**row, "passed": True} for row in rows]))
 
 
+def edit_the_config(folder):
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "config": {"cycles": "3"}}))
+
+
 def break_the_verdict(folder):
     (folder / "verdict.json").write_text("[")
 
@@ -218,6 +223,7 @@ def judged(tmp_path, record):
         (edit_a_row, ["records.jsonl was edited after the run ended"]),
         (copy_rows, ["records (1).jsonl was added after the run ended"]),
         (edit_the_verdict, ["the stored verdict was edited: `kit check` judges the records again"]),
+        (edit_the_config, ["run.json: the config was edited after the run ended"]),
         (break_the_verdict, ["the stored verdict is damaged: `kit check` judges the records again"]),
         (lose_the_verdict, ["the stored verdict is missing: `kit check` judges the records again"]),
         (

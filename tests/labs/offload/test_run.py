@@ -51,6 +51,9 @@ def test_the_default_run_row_by_row() -> None:
         assert [step for step, what, _ in lines if what == "control"] == steps * 2
         assert [step for step, what, _ in lines if what == "released job"] == steps
         assert lines[-1][2] == pytest.approx(of(run, "train", "loss")[-1], rel=1e-5)
+        assert (
+            "waitForInput" not in (run.dir / "logs" / f"rank{rank}.log").read_text()
+        )  # waits that time out are rehearsed
     # Limits can change without a rerun.
     assert failed(run.verdict(tensors_released=1.5, threads_return=-1)) == {"tensors_released", "threads_return"}
     with pytest.raises(BadInput, match="did you mean 'memory_drift'"):

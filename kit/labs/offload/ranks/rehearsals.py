@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,6 +107,21 @@ def refusing(victim: Any) -> Iterator[list[str]]:
 SHORT_S = 0.5
 
 
+@contextlib.contextmanager
+def without_socket_warnings() -> Iterator[None]:
+    """torch's C++ code warns on descriptor 2 of every wait that times out, which is rehearsed here. All other output passes."""
+    before = os.dup(2)
+    with os.fdopen(os.memfd_create("rehearsed"), "w+b") as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            caught.seek(0)
+            os.write(2, b"".join(line for line in caught if b"waitForInput" not in line))
+
+
 def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
     """What is left of a meeting that the last rank missed: all must meet at the next try, and after another such meeting the late rank must
     not meet alone."""
@@ -114,7 +130,8 @@ def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
 
     def meets(seconds: float) -> bool:
         try:
-            groups.meet("rehearsal", ctx.rank, ctx.world_size, seconds)
+            with without_socket_warnings():
+                groups.meet("rehearsal", ctx.rank, ctx.world_size, seconds)
         except KitError:
             return False
         except Exception as error:  # noqa: BLE001 - the others wait at the next barrier
