@@ -128,7 +128,8 @@ class Album:
         limits = ", ".join(f"{key} {value:g}" for key, value in (tolerances or {}).items())
         moved = [f"limits moved: {limits}"] if limits else []
         # Until each rank has written a row, only the config knows how many there are.
-        ranks = max(len(data.ranks), int(run.config.get("ranks") or 0))
+        given = run.config.get("ranks")  # anything, in a run of a person's own
+        ranks = max(len(data.ranks), given if isinstance(given, int) else 0)
         return " · ".join([name, counted(ranks, "rank"), *words, *fault, run.status, *moved])
 
     def moves_with(self, name: str, moved: set[str]) -> bool:
