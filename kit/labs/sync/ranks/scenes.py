@@ -6,6 +6,7 @@ What fails is a patch by name, as a fault is.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ AT_THE_OTHERS = {SILENT: {f"{CALL}.finalize": f"{__name__}:waits_for_the_sender_
 AT_THE_SENDER = {
     MUTE: {f"{SENDING}.run": f"{__name__}:runs_with_a_short_limit"},
     SILENT: {f"{SENDING}.finalize": f"{__name__}:finalizes_with_a_short_limit"},
-    "both": {f"{TRANSPORT}.flush": f"{__name__}:raises_in_flush"},
+    "both": {f"{SENDING}.open": f"{__name__}:opens_what_raises_in_flush"},
     ALONE: {f"{TRANSPORT}.send": f"{__name__}:raises_at_the_second_bucket"},
     PACKED: {
         f"{TRANSPORT}.send": f"{__name__}:flips_a_packed_bit",
@@ -91,7 +92,7 @@ AT_THE_SENDER = {
     },
 }
 look, destinations = Call.look, SyncReplica.destinations
-run, finalize_all = Sending.run, Sending.finalize
+run, open_all, finalize_all = Sending.run, Sending.open, Sending.finalize
 send, receive, flush, close = SeenTransport.send, SeenTransport.receive, SeenTransport.flush, SeenTransport.close
 
 
@@ -251,6 +252,14 @@ def raises_at_the_second_bucket(transport: SeenTransport, index: int, buffer: to
     if index == min(1, transport.buckets - 1):
         raise OSError(WHY[ALONE])
     send(transport, index, buffer)
+
+
+def opens_what_raises_in_flush(sending: Sending) -> None:
+    """Only of the transport to the receiver that fails: another one would wait in vain for word of a failure, for as long as a deadline."""
+    open_all(sending)
+    for transport in sending.transports:
+        if isinstance(transport, SeenTransport) and sending.targets[-1].name in transport.links:
+            transport.flush = functools.partial(raises_in_flush, transport)  # type: ignore[method-assign]
 
 
 def raises_in_flush(transport: SeenTransport) -> None:
