@@ -80,7 +80,7 @@ class Node:
     def end(self) -> None:
         self.on_kill()
         self.forget_ranks()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        leftovers.remove_folder(self.folder)
         os.killpg(0, signal.SIGKILL)
 
     def forget_ranks(self) -> None:
@@ -256,7 +256,7 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
     try:
         NODE = Node(options.connect, key, options.certificate, options.node, folder)
     except (OSError, ChannelClosed) as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        leftovers.remove_folder(folder)
         sys.exit(f"no notebook answers at {options.connect}: {error}")
     threading.Thread(target=NODE.listen, daemon=True).start()
     threading.Thread(target=look_around, args=(NODE,), daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -619,7 +618,7 @@ class Crew:
         if self._cluster is not None:
             raycluster.release(self._cluster)
             self._cluster = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        leftovers.remove_folder(self.folder)
 
 
 def owner_only(path: str, flags: int) -> int:

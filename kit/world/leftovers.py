@@ -32,6 +32,7 @@ from kit import machine
 from kit.errors import BadInput
 
 SESSION = "session"  # the file in a World's folder
+REMOVED_S = 2.0  # within which a folder is gone, unless the disk does not let it go
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,13 @@ def is_unlocked(folder: Path) -> bool:
     return False
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a World's folder. A process that has not ended yet may make a file in it meanwhile, so once is not enough."""
+    deadline = time.monotonic() + REMOVED_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def end_leftovers(found: Sequence[Leftover]) -> list[Path]:
     """End leftover processes, those that surely are, and remove dead Worlds' folders; what was removed."""
     ended = [leftover for leftover in found if leftover.sure]
@@ -105,7 +113,7 @@ def end_leftovers(found: Sequence[Leftover]) -> list[Path]:
         time.sleep(0.01)
     removed = dead_folders(find_leftovers())
     for folder in removed:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     return removed
 
 

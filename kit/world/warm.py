@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -174,7 +173,7 @@ class WaitingAgent:
             self.process.wait()
         with contextlib.suppress(OSError):
             self.last_words = (self.folder / "log").read_text(errors="replace")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        leftovers.remove_folder(self.folder)
         with self.answered:
             self.gone.set()
             self.answered.notify_all()

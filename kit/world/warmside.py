@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
@@ -61,7 +60,7 @@ class WaitingProcess:
                 self.orders.put(order)
         with self.lock:  # from here on nothing is forked
             for folder in [*map(Path, self.awaited.values()), self.folder] if self.first else ():
-                shutil.rmtree(folder, ignore_errors=True)
+                leftovers.remove_folder(folder)
             os.killpg(0, signal.SIGKILL)
 
     def cancel(self, number: int) -> None:

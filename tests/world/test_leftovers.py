@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,25 @@ def dead() -> Iterator[str]:
     (leftovers.base() / value).mkdir()
     yield value
     shutil.rmtree(leftovers.base() / value, ignore_errors=True)
+
+
+def test_a_folder_goes_although_a_process_that_ends_still_writes_in_it(dead: str) -> None:
+    folder = leftovers.base() / dead
+    filled = threading.Event()
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            for number in range(10_000_000):
+                (folder / str(number)).touch()
+                if number == 200:
+                    filled.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert filled.wait(10)
+    leftovers.remove_folder(folder)
+    assert not folder.exists()
+    writer.join(10)
 
 
 def sleeper(mark: str) -> subprocess.Popen[bytes]:

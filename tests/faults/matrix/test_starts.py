@@ -132,4 +132,5 @@ def test_the_notebook(tmp_path: Path, kind: str, n: int) -> None:
     notebook.send_signal(number)
     rest, _ = notebook.communicate(timeout=60)
     assert notebook.returncode != 0 or "closed" in rest
-    assert wait_for(lambda: nothing_of(notebook.pid), 15.0)
+    wait_for(lambda: nothing_of(notebook.pid), 30.0)
+    assert {name: holdings(notebook.pid)[name] for name in NOTHING} == NOTHING
