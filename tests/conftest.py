@@ -7,7 +7,6 @@ import hashlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,9 +21,7 @@ from tests.holdings import nothing_added
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every", action="store_true", help="run every variant, not only those drawn by the commit's hash"
-    )
+    parser.addoption("--every", action="store_true", help="run every variant, not only those drawn by the commit's day")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by marks
@@ -35,9 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n of the tests marked `drawn(n)` for each file and group, and a third of the slow tests in lanes.SAMPLED, chosen by the commit's
-    hash."""
-    commit = head()
+    """Keep n of the tests marked `drawn(n)` for each file and group, and a third of the slow tests in lanes.SAMPLED, chosen by the day of
+    the commit: what mends a failure is tested with the sample that found it."""
+    day = lanes.day_of_commit()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if (mark := item.get_closest_marker("drawn")) is not None:
@@ -48,16 +45,11 @@ def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     for group in groups.values():
         mark = group[0].get_closest_marker("drawn")
         kept = mark.args[0] if mark else math.ceil(len(group) / 3)
-        order = sorted(group, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
+        order = sorted(group, key=lambda item: hashlib.sha256(f"{day} {item.nodeid}".encode()).digest())
         left_out |= set(order[kept:])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-
-
-def head() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "no commit"
 
 
 def pytest_configure() -> None:

@@ -71,6 +71,7 @@ BESIDE = (
     "tests/browser/",
     "tests/docs/",
     "tests/examples/",
+    "tests/faults/test_nodes.py",
     "tests/labs/share/",
     "tests/labs/stream/",
     "tests/test_notebooks.py",
@@ -90,6 +91,13 @@ SAMPLED = (
     "tests/test_folders.py",
     "tests/view/panel/",
 )
+
+
+def day_of_commit() -> str:
+    """What samples are drawn by: the mend of a failure is tested with the sample that found it."""
+    command = ["git", "log", "-1", "--format=%cs"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return done.stdout.strip() or "no commit"
 
 
 def file_of(item: pytest.Item) -> str:

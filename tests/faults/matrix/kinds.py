@@ -12,7 +12,7 @@ TIMES = 5
 
 
 def each(kinds: dict[str, object]) -> pytest.MarkDecorator:
-    """Run every kind five times; without --every, only one of the five, drawn by the commit's hash."""
+    """Run every kind five times; without --every, only one of the five, drawn by the commit's day."""
     drawn = {kind: pytest.mark.drawn(1, of=kind) for kind in kinds}
     cases = [pytest.param(kind, n, marks=drawn[kind], id=f"{kind} {n}") for kind in kinds for n in range(TIMES)]
     return pytest.mark.parametrize(("kind", "n"), cases)
