@@ -463,11 +463,11 @@ def select_runs(
     wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
     rows = [describe_folder(path) for path in folders]
     labs = discover().labs
-    known_names = {"lab": {*labs}, "fault": {one.name for each in labs.values() for one in each.faults}}
-    for name, known_here in known_names.items():
-        known_here |= {row[name] for row in rows if row[name]}  # those of another kit or of a person's own job too
-        if (value := wanted[name]) and value not in known_here:
-            raise BadInput(f"there is no {name} {value!r}; {hint(value, sorted(known_here))}")
+    existing = {"lab": {*labs}, "fault": {known.name for each in labs.values() for known in each.faults}}
+    for name, names in existing.items():
+        names |= {row[name] for row in rows if row[name]}  # those of another kit or of a person's own job too
+        if (value := wanted[name]) and value not in names:
+            raise BadInput(f"there is no {name} {value!r}; {hint(value, sorted(names))}")
     if config:
         known = sorted({name for row in rows for name in row["config"]})
         if known and (unknown := [name for name in config if name not in known]):

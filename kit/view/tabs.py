@@ -499,15 +499,15 @@ class LimitRow:
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            # The label is also the keyword of the limit elsewhere: run.verdict(memory_drift=50), kit run --tolerances.
+            # The check's name stands above, whole. It is the limit's keyword elsewhere: run.verdict(memory_drift=50), --tolerances.
             self.exact = widgets.FloatText(
                 value=limit.default,
                 step=None,
-                description=limit.rule,
-                tooltip=f"{limit.question} Exact limit",
+                description="limit",
+                tooltip=f"{limit.rule}: {limit.question} Exact limit",
                 continuous_update=False,
-                style={"description_width": "9em"},
-                layout={"width": "212px"},
+                style={"description_width": "initial"},
+                layout={"width": "120px"},
             )
             self.slider = widgets.IntSlider(readout=False, tooltip=self.exact.tooltip, layout={"width": "120px"})
             parts.append(look.flex_box(self.exact, self.slider))

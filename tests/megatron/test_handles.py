@@ -1,0 +1,40 @@
+"""What a handle says of itself, and how a module gets its globals back: no ranks are needed for these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kit.megatron.handles import GroupReleased, Handle, back_to
+
+
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    assert dist.group.WORLD is not None
+    yield Handle(dist.group.WORLD, ranks=[4, 6], maker="a test")
+    dist.destroy_process_group()
+
+
+def test_the_text_of_a_handle_says_whether_it_is_released(handle: Handle) -> None:
+    living = repr(handle)
+    assert "ranks [4, 6]" in living
+    assert "released" not in living
+    handle.kit_inner = None
+    assert repr(handle) == living.replace(">", ": released, reload the groups before using it>")
+    with pytest.raises(GroupReleased, match="is released: reload the groups before using it"):
+        handle.size()
+
+
+def test_globals_that_came_later_go_and_the_others_have_their_values_again() -> None:
+    module = ModuleType("mine")
+    vars(module).update(kept=[1], number=1)
+    undo = back_to(module)
+    module.kept.append(2)
+    vars(module).update(number=2, later=3)
+    undo()
+    assert (module.kept, module.number, hasattr(module, "later")) == ([1], 1, False)
