@@ -23,7 +23,7 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"chunks": "x"}, r"chunks must be a list of whole numbers, such as \[1, 2\], not 'x'"),
         ({"chunks": [2, 2]}, r"chunks=\[2, 2\] repeats a number"),
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
-        ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide 3 ranks"),
+        ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide ranks=3"),
         ({"pp": 3, "ranks": 3}, "pp=3 does not divide 4 layers"),
         ({"cp": 2}, "cp=2 is not supported: a split step counts, shifts and masks the tokens of whole rows"),
         ({"cp": 2, "backend": "fsdp2"}, "plain model of backend=fsdp2 works on a part of a sequence; leave out cp"),
