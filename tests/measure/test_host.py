@@ -56,6 +56,16 @@ def resident():
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
+def test_large_pages_are_asked_for_where_targets_lie_close_together(monkeypatch):
+    asked = []
+    monkeypatch.setattr(host, "huge_pages", lambda *given: asked.append(given))
+    source, target = (torch.zeros(MIB, dtype=torch.uint8) for _ in range(2))
+    near, far = target.data_ptr(), target.data_ptr() + MIB // 2
+    moves = [host.Move(at, source.data_ptr(), size) for at, size in ((far, 4096), (near, 600), (near + 1024, 512))]
+    host.transfer(moves, fresh=True, threads=1)
+    assert [given for given in asked if given[1]] == [(near, 1536), (far, 4096)]
+
+
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     cores = set(range(8))
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: cores)

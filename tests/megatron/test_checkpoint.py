@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import filecmp
 import json
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from kit.errors import BadInput
 from kit.megatron.config import Geometry, ModelConfig, check, read_geometry
-from kit.megatron.shards import WEIGHTS, Folder
+from kit.megatron.shards import WEIGHTS, Folder, _prepared
 from kit.train.plain import initial_weights
 from kit.world import World
 from tests.worlds import world_of
@@ -303,6 +304,17 @@ def test_a_damaged_folder_is_one_sentence(tmp_path: Path, case: str) -> None:
     spoil(folder)
     with pytest.raises(BadInput, match=sentence):
         Folder(folder)
+
+
+def test_an_export_takes_along_what_describes_the_model_and_nothing_else(tmp_path: Path) -> None:
+    folder, partial = make(tmp_path / "in"), tmp_path / "partial"
+    (folder / "optimizer.pt").write_bytes(b"of the job")
+    (folder / "folder.json").mkdir()
+    source = Folder(folder)
+    with contextlib.ExitStack() as files:
+        for name, writer in _prepared(files, source, tmp_path / "out", partial).items():
+            writer.put(name, source[name])
+    assert {path.name for path in partial.iterdir()} == {"config.json", "merges.txt", "model.safetensors"}
 
 
 def test_ranks_without_the_package_are_reported_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.serve import Prefix, PrefixCache, PromptRequest, distribution, pick
+from kit.megatron.serve import AnswerSpan, Flight, Prefix, PrefixCache, PromptRequest, distribution, pick
 from kit.world import World
 from tests.worlds import world_of
 
@@ -120,6 +120,16 @@ def test_a_prefix_is_of_its_version_and_the_least_recently_used_goes_first() -> 
     tight = PrefixCache(limit=39)
     tight.put(0, (1,), prefix)
     assert (len(tight), tight.size) == (0, 0)
+
+
+def test_a_span_is_as_long_as_its_version_lasts() -> None:
+    flight = Flight(request=PromptRequest(id="r", prompt=(1,), sample=0, seed=0, end=9, max_tokens=9))
+    for token, version in enumerate((0, 0, 1, 1, 1, 2)):
+        flight.write(token, -1.0, version)
+    flight.kept = True
+    flight.write(6, -1.0, 2)
+    stamps = [(0, 0, 2, False), (1, 2, 3, False), (2, 5, 1, False), (2, 6, 1, True)]
+    assert flight.spans == [AnswerSpan(*stamp) for stamp in stamps]
 
 
 def test_bad_calls_are_named_and_change_nothing(world: World) -> None:

@@ -1,6 +1,10 @@
 """The contract of destroy and reload: no-op calls, what is refused, and what common alternatives leak."""
 
+from types import SimpleNamespace
+
 import pytest
+
+from kit.megatron import groups
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +91,62 @@ def test_uninstall_gives_the_default_group_its_place_back(ranks):
     for rank in ranks:
         assert rank["world_is_plain_again"]
         assert rank["early_world"] == ""
+
+
+class Communicator:
+    """What torch shows of NCCL's part in a group, which may never have been used."""
+
+    def __init__(self, *, used):
+        self.used, self.suspended = used, False
+
+    def memory_stats(self):
+        if not self.used:
+            raise RuntimeError("NCCL communicator is not initialized")
+        return {"suspend": 4, "persist": 1, "total": 5, "suspended": int(self.suspended)}
+
+    def suspend(self):
+        self.suspended = True
+
+
+def group_of(name, backend):
+    return SimpleNamespace(kit_facts={"description": name, "name": name, "ranks": [0]}, kit_inner=name, backend=backend)
+
+
+@pytest.mark.parametrize("include_world", [False, True])
+def test_one_group_that_is_skipped_does_not_end_the_suspension(monkeypatch, include_world):
+    world = group_of("world", Communicator(used=True))
+    backends = {
+        "gloo": None,
+        "first": Communicator(used=True),
+        "unused": Communicator(used=False),
+        "last": Communicator(used=True),
+    }
+    others = [group_of(name, backend) for name, backend in backends.items()]
+    monkeypatch.setattr(groups, "c10d", SimpleNamespace(_world=SimpleNamespace(default_pg=world)))
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    monkeypatch.setattr(groups, "megatron_groups", lambda: others)
+    monkeypatch.setattr(groups, "meet", lambda *_: None)
+    monkeypatch.setattr(groups, "nccl_backend", lambda group: group.backend)
+    monkeypatch.setattr(groups, "asleep", [])
+    kept = groups.suspend(include_world=include_world, timeout_s=1.0)
+    wanted = [*["world"][:include_world], "first", "last"]
+    assert [inner for _, inner in groups.asleep] == wanted
+    assert [group["group"].split()[0] for group in kept["suspended"]] == wanted
+    assert [name.split()[0] for name, _ in kept["skipped"]] == ["gloo", "unused"]
+    assert kept["failed"] == []
+
+
+def test_a_function_that_megatron_was_initialised_with_is_given_to_it_again(monkeypatch):
+    """A snapshot is plain JSON, so it has no functions."""
+    again = []
+
+    def ranks_of(ranks):
+        return ranks
+
+    monkeypatch.setattr(groups, "initialised", lambda: False)
+    monkeypatch.setattr(groups.state, "init_arguments", {"order": "tp-dp", "get_embedding_ranks": ranks_of})
+    monkeypatch.setattr(
+        groups, "parallel_state", lambda: SimpleNamespace(initialize_model_parallel=lambda **given: again.append(given))
+    )
+    groups.reload({"mode": "manual", "init_arguments": {"order": "tp-dp"}, "groups": []})
+    assert again == [{"order": "tp-dp", "get_embedding_ranks": ranks_of}]

@@ -124,6 +124,7 @@ def move(layout, index, place, **changes):
     [
         (lambda ok: move(ok, 0, 1, offset=600), r"bucket 0: b \(shard 0\) lies at 600, which is not a multiple of 512"),
         (lambda ok: move(ok, 0, 1, offset=0), r"bucket 0: b \(shard 0\) lies at 0 to 100; only 600 to 1536 is free"),
+        (lambda ok: move(ok, 0, 0, size=2000), r"bucket 0: a .* lies at 0 to 2000; only 0 to 1536 is free"),
         (lambda ok: move(ok, 0, 1, offset=1536), r"bucket 0: b .* lies at 1536 to 1636"),
         (lambda ok: move(ok, 0, 1, start=50), r"bucket 0: b \(shard 0\) continues at byte 50, not 0"),
         (lambda ok: move(ok, 0, 1, size=99), r"does not hold all bytes of b \(shard 0\)"),
@@ -257,6 +258,22 @@ def test_what_is_bound_follows_tensors_that_move(fresh):
             act(len(buffers) - 1, buffers[-1])
         side["mask", 0].untyped_storage().resize_(size)
     both()
+
+
+def test_what_is_bound_is_looked_up_once_while_nothing_moves(monkeypatch):
+    sources, looked_up, plain = filled(), [], buckets._plan
+
+    def plan(layout, index, *given, **named):
+        looked_up.append(index)
+        return plain(layout, index, *given, **named)
+
+    monkeypatch.setattr(buckets, "_plan", plan)
+    bound = Bound(lay_out(specs_of(sources), 65536), sources)
+    for _ in range(2):
+        bound.pack(0, torch.zeros(65536, dtype=torch.uint8))
+    sources["mask", 0].data = filled(seed=1)["mask", 0]
+    bound.pack(0, torch.zeros(65536, dtype=torch.uint8))
+    assert looked_up == [0, 0]
 
 
 def test_what_is_bound_lasts_over_an_offload_and_a_reload_to_another_place():

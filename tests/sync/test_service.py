@@ -176,6 +176,9 @@ def test_the_base_is_published_where_it_is_equal(scene: Scene) -> None:
         "the base with version -1 failed: r1's base weights differ from the trainer's: 1 of 6 tensors, half first; "
     )
     assert (error.peer, error.tensors) == ("r1", ("half",))
+    other["one", 0] = names["one", 0] + 1
+    error, _ = scene.sync(BASE, "serving", "r1", gather=lambda: other)
+    assert "2 of 6 tensors, half first; " in str(error)
 
 
 @pytest.mark.slow
@@ -759,6 +762,11 @@ def test_an_expansion_that_waited_until_its_version_was_old_is_refused(scene: Sc
     _, refused, _ = at_once(lambda: scene.sender.sync(2, [target("r2")], gather), late, scene.receivers["r2"].join)
     assert isinstance(refused, BadInput)
     assert "an expansion with version 1 is refused: the active version is 2" in str(refused)
+
+
+def test_an_expansion_before_there_is_a_version_is_refused(scene: Scene) -> None:
+    with pytest.raises(BadInput, match="an expansion with version 1 is refused: there is no copy of the base"):
+        scene.sender.sync(1, [target("r1", state="asleep")])
 
 
 # -- the dead --------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
 
 def test_the_first_bucket_is_named_with_its_own_tensors() -> None:
     assert wrong_bytes([(2, "a"), (2, "b")]) == "bucket 2 differs from what was sent: a, b"
+    bucket, same = (int("300") for _ in range(2))  # Python keeps no numbers that large
+    assert wrong_bytes([(bucket, "a"), (same, "b")]) == "bucket 300 differs from what was sent: a, b"
     assert wrong_bytes([(0, "a"), (1, "a")]) == "bucket 0 differs from what was sent: a; so does bucket 1"
     many = [(0, "a"), (0, "b"), (0, "c"), (0, "d"), (1, "e"), (2, "f"), (3, "g"), (4, "h")]
     assert wrong_bytes(many) == "bucket 0 differs from what was sent: a, b, c and 1 more; so do buckets 1, 2, 3, ..."

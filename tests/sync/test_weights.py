@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Bound, Cut, Layout, Mismatch, Whole, lay_out, specs_of
+from kit.sync.buckets import Bound, Cut, Layout, Mismatch, Whole, keep_copies, lay_out, specs_of
 from tests.sync.ranks.service import LAYOUT, Tensors, table, tensors
 
 
@@ -146,3 +146,14 @@ def test_another_layout_is_bound_anew() -> None:
     other = lay_out(specs_of(mine), 16384)
     bring(other, tensors(2), weights.bind(other))
     assert table(mine) == table(tensors(2))
+
+
+def test_copies_that_are_kept_are_put_back_into_strided_tensors_too() -> None:
+    mine = tensors(1)
+    mine["half", 0] = mine["half", 0].t().contiguous().t()
+    assert not mine["half", 0].is_contiguous()
+    put_back = keep_copies([*mine.values()])
+    for tensor in mine.values():
+        tensor.zero_()
+    put_back()
+    assert table(mine) == table(tensors(1))

@@ -11,6 +11,7 @@ import pytest
 from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
 from kit.labs.offload.ranks.rehearsals import is_named
+from kit.labs.offload.ranks.releaser import reported as reported_by
 from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpu_of_rank
 from tests.labs.parts import Answers
@@ -473,3 +474,19 @@ def test_a_reload_that_fails() -> None:
     nothing_refused = judged(restore_refused=0.0)
     assert (nothing_refused.passed, nothing_refused.measured) == (False, None)
     assert answers([(1, "idle", "rss", 1.0)])["restore_failure_is_clean"].passed is None
+
+
+def test_what_communicators_hold_is_summed_before_and_after_they_are_suspended() -> None:
+    one, other = ({"suspend": 4 * each, "persist": each, "total": 5 * each} for each in (1, 10))
+    left = {"suspend": 0, "persist": 1, "total": 1}
+    suspended = [{"before": one, "after": left}, {"before": other, "after": left}]
+    kept = {"suspended": suspended, "skipped": [["data", "over gloo"]]}
+    assert {metric: value for metric, value, _ in reported_by({"groups": {"snapshot": {"suspended": kept}}})} == {
+        "comm_suspend_before": 44,
+        "comm_persist_before": 11,
+        "comm_total_before": 55,
+        "comm_suspend_after": 0,
+        "comm_persist_after": 2,
+        "comm_total_after": 2,
+        "groups_skipped": 1,
+    }
