@@ -213,6 +213,13 @@ EQUIVALENT = {
     "share-ba181e6b": "equivalent: an error is of a command's name, a word of the source, which Python keeps once",
     "offload-90fff7b4": "equivalent: every caller gives the kinds by their place",
     "offload-3557f2fe": "equivalent: every copy is waited for at the end, so the bytes are the same; on a GPU copies would be slower",
+    "sync-504c7a65": "equivalent: `offsets` has one entry more than `on_host`, and the last is left out, so both are of one length",
+    "sync-fe9d0974": "equivalent: the same bytes, in other cuts; kit bench sync asks for its speed",
+    "sync-603d1afd": "equivalent: without experts no parameter has one's number in its name, and with them the next lines set it",
+    "sync-1819a09e": "equivalent: every `how` comes from the file's tables, which hold this one object, and stays in its process",
+    "sync-63904441": "equivalent: every caller gives the replica by its place",
+    "split-03bb130d": "equivalent: nothing reads it before `begin`, which makes it anew",
+    "split-01c135d2": "equivalent: the pieces of one call are rows of one batch, so all of them have its length",
 }
 
 # Why a lab does not see others. They count as not seen.
@@ -221,6 +228,9 @@ WORDS = "only the words of an error differ"
 LATER = "an error comes later than its limit; in no run of a lab a receiver is silent for so long"
 HINTS = "only how fast a reload is, which kit bench offload measures"
 BAD_ON_PURPOSE = "mode=manual is wrong as it is: the lab is there to show that"
+SPEED = "only how fast a sync is"
+SUSPENDS = "only mode=suspend runs it, which is refused without a GPU"
+NO_FOLDER = "the lab sync reads and writes no folder of weights"
 KITS_OWN = "the kit's own bookkeeping: no code of a user's stands in its place"
 WHY = {
     "offload-119dd683": "the kit's own list of groups that stayed; the lab looks for them itself",
@@ -236,6 +246,17 @@ WHY = {
     "offload-857c53d1": BAD_ON_PURPOSE,
     "offload-fd4d2ca1": KITS_OWN,
     "offload-d02e0d42": "no lab calls it: notebooks do",
+    "offload-19b86647": SUSPENDS,
+    "offload-de82a670": SUSPENDS,
+    "offload-f867c6ea": SUSPENDS,
+    "offload-60862534": SUSPENDS,
+    "offload-9a333eca": ON_A_GPU,
+    "offload-85a67afb": HINTS,
+    "offload-bf88a330": WORDS,
+    "offload-0a976319": WORDS,
+    "offload-4dfcc70c": "only where groups are routed through torchcomms",
+    "offload-f3429aed": "only mode=manual and mode=official run it, which are wrong as they are",
+    "split-4ceac1c1": "only how fast a step is: it is a guess, which `finish` corrects by a further pass",
     "split-40ded642": "only a row of one token, which predicts nothing, tells them apart",
     "split-832921c0": "only how fast a step is",
     "share-cdb2c53a": "only when the desk repeats a request that it does not answer",
@@ -251,7 +272,9 @@ WHY = {
     "sync-55517adc": "only where a forward is awaited before the replica serves",
     "sync-cd003c0c": WORDS,
     "sync-ce700ef6": WORDS,
-    "sync-d9cbfb74": "the lab sync writes no folder of weights",
+    "sync-d9cbfb74": NO_FOLDER,
+    "sync-9822ba98": NO_FOLDER,
+    "sync-1a1062ae": NO_FOLDER,
     "sync-fb749af0": LATER,
     "sync-dbb6473d": f"{WORDS}, at receivers that do not fail themselves",
     "sync-4c6e7de4": "a lab uses no cache after it was closed",
@@ -261,6 +284,20 @@ WHY = {
     "sync-76c0d7a3": WORDS,
     "sync-8c11f83b": "no run of a lab asks with a token below 0",
     "sync-be2da639": WORDS,
+    "sync-53e2c605": WORDS,
+    "sync-0f73c55b": WORDS,
+    "sync-1c864779": WORDS,
+    "sync-02f8a5bb": WORDS,
+    "sync-dc0a0db7": WORDS,
+    "sync-94a9fd29": SPEED,
+    "sync-49b20ad5": SPEED,
+    "sync-dcd008a5": f"{SPEED}: what is bound is looked up again each time",
+    "sync-5723fbc5": "no run of a lab fills the cache of prefixes",
+    "sync-2add6b8d": "each token has its version, in more spans than there are versions",
+    "sync-bc8cabd0": "no run of a lab has verify=none or verify_share below 1",
+    "sync-885d11f9": "every weight of a lab is contiguous; on a GPU it raises",
+    "sync-aa193589": "an error comes later than its limit; in no run of a lab strangers call while a receiver is missing",
+    "sync-dd924166": "only where the clock reads the very nanosecond of the end",
 }
 
 # Checks that a busy machine may fail: such a mutant is seen if a second run says so too.
