@@ -6,7 +6,8 @@ import gc
 import os
 import threading
 from contextlib import closing
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from kit.errors import BadInput, KitError
 from kit.sync import transports
 from kit.sync.cache import KeptMappings, Segment
+from kit.sync.groups import Grouped
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
 from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, RankPlace, Transport, best_transport, by_name
 from tests.holdings import memory_files
@@ -289,3 +291,13 @@ def test_a_peer_that_breaks_the_group_and_leaves_later_is_named() -> None:
     _, receiver = between("rendezvous", leaves, receive)
     assert isinstance(receiver, PeerGone)
     assert receiver.peer == "the sender"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "silent"), [((0, 1), "the sender"), ((0, 1, 2), "the sender or a receiver in between")]
+)
+def test_a_receiver_names_others_only_where_there_are_some(ranks: tuple[int, ...], silent: str) -> None:
+    ctx = SimpleNamespace(role="receiver", ranks=ranks, sender=SimpleNamespace(peer="the sender"), timeout_s=2.0)
+    group = cast("Grouped", SimpleNamespace(ctx=ctx, trouble=lambda _: None))
+    error = Grouped.explained(group, "bucket 1", "Timed out", 1)
+    assert str(error).startswith(f"{silent} did not answer within 2 s")
