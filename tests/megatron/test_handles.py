@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kit.megatron import groups
 from kit.megatron.handles import GroupReleased, Handle, back_to
 
 
@@ -38,3 +39,13 @@ def test_globals_that_came_later_go_and_the_others_have_their_values_again() -> 
     vars(module).update(number=2, later=3)
     undo()
     assert (module.kept, module.number, hasattr(module, "later")) == ([1], 1, False)
+
+
+def test_a_group_of_one_rank_has_the_right_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "initialised", lambda: True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        (said,) = groups.talk([dist.group.WORLD])
+    finally:
+        dist.destroy_process_group()
+    assert (said["ranks"], said["sum"], said["exact"]) == ([0], 1.0, True)

@@ -123,6 +123,8 @@ def test_what_is_stored_stays_on_a_gpu_with_twice_the_room(monkeypatch: Any, fre
     assert landing(transport, torch.device("cuda")).type == "cuda"  # applied at once: needs one bucket only
     transport.on_device = False
     assert landing(transport, torch.device("cuda"), 1).type == "cpu"
+    del transport.on_device  # as an own one that does not say
+    assert landing(transport, torch.device("cuda")).type == "cpu"
 
 
 def test_live_weights_are_packed_on_the_gpu_and_not_sent_from_the_host(gpu: Shared) -> None:

@@ -112,3 +112,11 @@ def test_segments_keep_sequences_apart(batch) -> None:
     good = next_logprobs(model, packed.input_ids, packed.positions, packed.segments)
     torch.testing.assert_close(leaky[0, :8], good[0, :8])
     assert not torch.allclose(leaky[0, 10:20], good[0, 10:20])
+
+
+def test_a_place_without_a_prediction_points_at_a_token_that_is_there(batch) -> None:
+    alone = {name: value[1:2] for name, value in batch.items()}
+    packed = room.pack(alone)
+    assert packed.input_ids.shape == (1, 1)
+    assert not packed.present.any()
+    assert packed.index.unique().tolist() == [0]
