@@ -379,8 +379,9 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
 
 
 def digest_of(config: Any) -> str:
-    """The same for a config in memory and the one that a file has."""
-    return hashlib.sha256(to_json(dict(sorted((config or {}).items()))).encode()).hexdigest()
+    """The same for a config in memory and the one that a file has, where a key 1 is "1" and a tuple a list."""
+    filed = json.loads(to_json(config or {}))
+    return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
 
 
 def label_in(path: Path) -> str:

@@ -215,6 +215,16 @@ def judged(tmp_path, record):
 
 
 @pytest.mark.parametrize(
+    "config", [{10: (1, 2), 2: None}, {"path": "\udcff"}, {"limit": float("inf"), "a": float("nan")}]
+)
+def test_any_config_of_a_persons_own_job_is_found_as_it_was_written(tmp_path, config):
+    writer = create_run(tmp_path, "mine", config, {})
+    writer.finish()
+    run = Run(writer.dir)
+    assert (run.info()["status"], run.alterations) == ("finished", [])
+
+
+@pytest.mark.parametrize(
     ("accident", "notes"),
     [
         (respell_the_verdict, []),
