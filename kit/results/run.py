@@ -35,6 +35,7 @@ from kit.results.records import (
     Columns,
     Row,
     RowWriter,
+    load_json,
     output_file,
     parse_lines,
     rank_name,
@@ -379,8 +380,8 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
 
 
 def digest_of(config: Any) -> str:
-    """The same for a config in memory and the one that a file has, where a key 1 is "1" and a tuple a list."""
-    filed = json.loads(to_json(config or {}))
+    """The same for a config in memory and the one that is read from its file: a key 1 is "1" there, and a tuple a list."""
+    filed = load_json(to_json(config or {}))
     return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
 
 
@@ -640,7 +641,7 @@ class RunWriter:
         """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
         status = "stopped" if stopped else "finished" if error is None else "failed"
-        sealed: dict[str, Any] = self._verdict_seal() | {"config": digest_of(self._info["config"])}
+        sealed: dict[str, Any] = {"records": {}, "config": digest_of(self._info["config"]), **self._verdict_seal()}
         with contextlib.suppress(OSError):  # the records were removed; the run still has its end
             sealed["records"] = {"records.jsonl": seal(self.dir / "records.jsonl")}
         self._update(finished=utc(), status=status, error=error, **{SEALED: sealed})

@@ -214,9 +214,22 @@ def judged(tmp_path, record):
     return writer.dir
 
 
-@pytest.mark.parametrize(
-    "config", [{10: (1, 2), 2: None}, {"path": "\udcff"}, {"limit": float("inf"), "a": float("nan")}]
-)
+def test_a_run_whose_records_are_gone_when_it_ends_can_be_read(tmp_path):
+    writer = create_run(tmp_path, "mine", {"cycles": 2}, {})
+    (writer.dir / "records.jsonl").unlink()
+    writer.finish()
+    assert Run(writer.dir).info()["status"] == "finished"
+
+
+CONFIGS = [
+    {10: (1, 2), 2: None},
+    {"path": "\udcff"},
+    {"limit": float("inf"), "a": float("nan")},
+    {"text": "x\x1b[0mY"},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_any_config_of_a_persons_own_job_is_found_as_it_was_written(tmp_path, config):
     writer = create_run(tmp_path, "mine", config, {})
     writer.finish()
