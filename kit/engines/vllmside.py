@@ -166,9 +166,8 @@ class Engine:
 
     def pause(self, mode: str, *, clear: bool) -> None:
         self.core.pause_scheduler(mode, clear_cache=clear)
-        if (
-            mode == "abort"
-        ):  # vLLM's front end goes on waiting for what its core has aborted, and so would every later `generate`
+        if mode == "abort":
+            # vLLM's front end goes on waiting for what its core has aborted, and so would every later `generate`.
             engine = self.llm.llm_engine
             engine.abort_request([*engine.output_processor.request_states], internal=True)
 
