@@ -43,7 +43,7 @@ UPDATES = {"update_norm_error": "norm", "update_rate_error": "learning rate", "u
 PLACES = 3  # of a broken promise that are named
 # What each number counts, in words.
 PROMISES = {
-    "hooks_lost": "hooks not restored",
+    "hooks_lost": "hooks and settings not restored",
     "abort_changed": "tensors changed by abort",
     "abort_gradients": "nonzero gradients left by abort",
     "abort_next_differs": "tensors that differ after the step that follows an abort",
@@ -393,8 +393,8 @@ def promised(
 
 
 def hooks_restored(frame: pd.DataFrame, _: Config) -> Measured:
-    """Are the job's hooks, and training mode, restored after finish, abort and errors?"""
-    right = "all hooks and the training mode of every module are restored after finish, abort and errors"
+    """Are the job's hooks, training mode and torch's settings restored after finish, abort and errors?"""
+    right = "all hooks, the training mode of every module and the settings of torch are restored after finish, abort and errors"
     return promised(frame, "hooks_lost", right=right, phases=("sync", "split", "rehearse"))
 
 

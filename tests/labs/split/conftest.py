@@ -177,6 +177,15 @@ class AbortLosesHooks(Kit):
     kept = {}
 
 
+class StaysDeterministic(Kit):
+    """An error in a microbatch leaves torch's kernels deterministic: there is no finally."""
+    def microbatch(self, data):
+        before = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("warn")
+        super().microbatch(data)
+        torch.set_deterministic_debug_mode(before)
+
+
 class KeepsRandom(Kit):
     def _give_up(self):
         self.random = ()

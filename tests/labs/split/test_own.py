@@ -50,6 +50,7 @@ WRONG = {
     "LateVersion": {"version_ticks"},
     "AbortMoves": {"abort_is_clean"},
     "AbortLosesHooks": {"hooks_restored"},
+    "StaysDeterministic": {"hooks_restored"},
     "KeepsRandom": {"abort_is_clean"},
     "Swallows": {"misuse_raises"},
     "StoresAndSwallows": {"misuse_raises"},

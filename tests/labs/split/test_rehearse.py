@@ -276,6 +276,36 @@ class AddsMeansUp(ReportsMetrics):
         return result
 
 
+class Narrow(Step):
+    """Has no finally: after an error another dtype is torch's default."""
+
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        torch.set_default_dtype(torch.float64)
+        seen = super()._run(pieces)
+        torch.set_default_dtype(torch.float32)
+        return seen
+
+
+class NoGradAfterAbort(Step):
+    def _give_up(self) -> None:
+        torch.set_grad_enabled(False)
+
+
+class Restores(Step):
+    """Right: what it sets while a step is open is as before at every end."""
+
+    def _open(self) -> None:
+        super()._open()
+        self.mode = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("warn")
+
+    def _restore(self) -> None:
+        torch.set_deterministic_debug_mode(self.mode)
+
+    def _give_up(self) -> None:
+        self._restore()
+
+
 GROUPS: list[Any] = []
 
 
@@ -370,3 +400,28 @@ def test_rows_that_the_caller_overwrites(step: Any, differs: bool) -> None:
 @pytest.mark.parametrize(("step", "wrong"), [(ReportsMetrics, 0), (AddsMeansUp, 1)])
 def test_a_metric_that_is_a_mean(step: Any, wrong: int) -> None:
     assert found(step, rehearse.mean_metric) == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("step", "lost"),
+    [
+        (Step, {}),
+        (Restores, {}),
+        (Narrow, dict.fromkeys(("error in microbatch", "abort"), "torch.get_default_dtype()")),
+        (NoGradAfterAbort, {"abort": "torch.is_grad_enabled()"}),
+    ],
+)
+def test_settings_of_torch_that_a_step_leaves_changed_are_named(step: Any, lost: dict[str, str]) -> None:
+    made = scene(step, batches=[batch()])
+    grad, dtype, mode = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    try:
+        assert rehearse.broken_microbatch(made, batch(), rehearse.RehearsedError) is not None
+        made.note_hooks("error in microbatch")
+        made.step.abort()
+        made.note_hooks("abort")
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        torch.set_deterministic_debug_mode(mode)
+    named = {ids["after"]: text for metric, value, text, ids in made.found if metric == "hooks_lost" and value}
+    assert named == lost

@@ -322,8 +322,9 @@ class SplitSide:
         observed = Observed(backend, job, str(self.device), waits=plain)
         loss, start = self._loss(case.level), {name: value.clone() for name, value in backend.parameters(job).items()}
         step: Any = backend.sync(job) if plain else self._make(job)
-        before = backend.hooks(job)
-        hooks_lost = wrong_versions = 0
+        before = rehearse.replaceable(backend, job)
+        hooks_lost: list[str] = []
+        wrong_versions = 0
         rate_off = 0.0
         reductions: list[int] = []
         with backend.counted(job) as counter, contextlib.nullcontext() if plain else observed.watching_clips():
@@ -349,7 +350,7 @@ class SplitSide:
                     trained.routers = backends.buffers_of_routers(job)
                 trained.results.append(result)
                 trained.gradients.append(gradients)
-                hooks_lost += rehearse.hooks_lost(before, backend.hooks(job))
+                hooks_lost += rehearse.not_restored(before, rehearse.replaceable(backend, job))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
                     rate_off = max(rate_off, rate_error(result["lr"], observed.rates, number))
@@ -358,7 +359,7 @@ class SplitSide:
         self._judge_updates(f"{way} step below the clip limit, then" if first_loss else way, start, trained)
         self.record("reductions_least", min(reductions))
         self.record("reductions_most", max(reductions))
-        self.record("hooks_lost", hooks_lost)
+        self.record("hooks_lost", len(hooks_lost), text=rehearse.settings_in(hooks_lost))
         self.record("rate_off", rate_off)
         self.record("wrong_versions", wrong_versions)
         self.record("norm_rounding", oracle.norm_rounding(trained.weights))

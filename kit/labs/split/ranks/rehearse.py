@@ -44,12 +44,14 @@ class FailingScene:
     config: SplitConfig
     job: Any = None
     step: Any = None
-    hooks: tuple[Any, ...] = ()
+    replaceable: dict[str, Any] = field(default_factory=dict)  # before a step
     found: list[tuple[str, float, str, dict[str, Any]]] = field(default_factory=list)  # what `note` was given
 
     def fresh(self) -> FailingScene:
         job = self.backend.fresh()
-        return dataclasses.replace(self, job=job, step=self.make(job), hooks=self.backend.hooks(job), found=[])
+        return dataclasses.replace(
+            self, job=job, step=self.make(job), replaceable=replaceable(self.backend, job), found=[]
+        )
 
     def begin(self, loss: Loss | None = None) -> None:
         self.step.begin(loss or self.loss, self.config.batch, self.config.micro_batch)
@@ -83,7 +85,8 @@ class FailingScene:
         self.note(metric, len(changed), ", ".join(changed[:3]), **ids)
 
     def note_hooks(self, after: str) -> None:
-        self.note("hooks_lost", hooks_lost(self.hooks, self.backend.hooks(self.job)), after=after)
+        lost = not_restored(self.replaceable, replaceable(self.backend, self.job))
+        self.note("hooks_lost", len(lost), settings_in(lost), after=after)
 
     def note_refused(self, call: str, function: Callable[[], object], state: str) -> None:
         """Note whether a call is accepted, whether its error does not name the state, whether it is no `Misuse`."""
@@ -102,8 +105,43 @@ class FailingScene:
         self.note("misuse_silent", int(bool(wrong)), wrong or fine, call=call)
 
 
-def hooks_lost(before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-    return sum(a is not b and a != b for a, b in zip(before, after, strict=True))
+# How torch computes in this process, which a step may change only while it is open.
+SETTINGS: dict[str, Callable[[], object]] = {
+    "torch.is_grad_enabled()": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+    "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
+    "torch.is_autocast_enabled('cuda')": lambda: torch.is_autocast_enabled("cuda"),
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_default_device()": torch.get_default_device,
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+}
+
+
+def replaceable(backend: Any, job: Any) -> dict[str, Any]:
+    """What a step may replace while it is open, by name: the hooks of its job, the training mode of its modules, settings of torch."""
+    hooks = {f"hook {place}": hook for place, hook in enumerate(backend.hooks(job), start=1)}
+    return hooks | {name: setting(read) for name, read in SETTINGS.items()}
+
+
+def setting(read: Callable[[], object]) -> object:
+    """None if torch cannot report it: its old and new names were mixed."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def settings_in(names: list[str]) -> str:
+    return ", ".join(sorted({*names} & {*SETTINGS}))
+
+
+def not_restored(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name, old in before.items() if old is not after[name] and old != after[name]]
 
 
 def raised_by(call: Callable[[], object]) -> BaseException | None:
