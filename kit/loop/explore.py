@@ -115,14 +115,17 @@ def outcome_of(worlds: Worlds, seed: int, wall_s: float = WALL_S) -> Outcome:
 def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
     """Run a world and judge it. A core that raises or does not return is a finding, and its rows up to there are kept."""
     rows, judged, began = Memory(), Judged(), time.perf_counter()
+    limit = time_limit(wall_s, NeverReturnedError, at_most=BUSY * wall_s)
     try:
-        with time_limit(wall_s, NeverReturnedError, at_most=BUSY * wall_s):
+        with limit:
             worlds.run(world, rows)
         judged = worlds.judge(rows)  # a ledger that no rule can read is a finding too
     except NeverReturnedError:
         judged.findings = {NEVER_RETURNED: f"the world did not end within {wall_s:g} s; {last_words(rows)}"}
     except Exception as error:  # noqa: BLE001 - whatever own code raises is what was found
         judged.findings = {RAISED: f"{type(error).__name__}: {error}; {last_words(rows)}"}
+    finally:
+        limit.end()
     wall_s = time.perf_counter() - began
     return Played(rows=rows, findings=judged.findings, unmeasured=judged.unmeasured, wall_s=wall_s)
 

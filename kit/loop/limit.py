@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from kit.errors import KitError
 
+T = TypeVar("T")
 TURN_S = 30.0  # wall time of a core's turn; one takes microseconds to milliseconds
 AGAIN_S = 1.0  # after the limit it is raised again and again: code may catch whatever is raised in it
 _ends = threading.local()  # `at`: when the innermost limit of this thread ends
@@ -31,14 +32,16 @@ class NeverReturned(KitError):  # noqa: N818 - reads as what happened
     """A core, or what it calls, kept a turn for too long."""
 
 
-@contextlib.contextmanager
-def returning(who: Callable[[], str]) -> Iterator[None]:
-    """A block of own code that must return at once. `who` is called only if it does not."""
+def returned(act: Callable[[], T], who: Callable[[], str]) -> T:
+    """What own code that must return at once returns. `who` is called only if it does not."""
+    limit = time_limit(TURN_S, HangsError)
     try:
-        with time_limit(TURN_S, HangsError):
-            yield
+        with limit:
+            return act()
     except HangsError:
         raise NeverReturned(f"{who()} never returned: it took more than {TURN_S:g} s") from None
+    finally:
+        limit.end()
 
 
 class time_limit:  # noqa: N801 - reads as a statement
@@ -46,12 +49,14 @@ class time_limit:  # noqa: N801 - reads as a statement
 
     In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
     While this process has had less than half of that time on a processor, as on a busy machine, the limit is `at_most` seconds.
+    If it rings as the block ends, CPython raises it before the first line of `__exit__`: who goes on afterwards calls `end`.
     """
 
     def __init__(self, seconds: float, error: type[BaseException], *, at_most: float = 0.0) -> None:
         self.seconds = seconds
         self.error = error
         self.at_most = at_most
+        self.limits = False
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
@@ -69,9 +74,14 @@ class time_limit:  # noqa: N801 - reads as a statement
         return took >= self.at_most or worked >= self.seconds / 2
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take the limit back, if it was not yet."""
         if self.limits:
-            _ends.at = self.outer
             self.bell.stop(time.monotonic() - self.began)
+            _ends.at = self.outer
+            self.limits = False
 
 
 def debugging() -> bool:

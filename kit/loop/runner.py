@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
-from kit.loop.limit import returning
+from kit.loop.limit import returned
 from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
 from kit.results.records import Row
 
@@ -173,8 +173,10 @@ class Runner:
 
     def _answer(self, name: str, event: Event | None) -> tuple[Any, tuple[Command, ...]]:
         core = self.cores[name]
-        with returning(lambda: f"{name} in {'its start' if event is None else f'the event {event.name}'}"):
-            return core.begin() if event is None else core.step(self.states[name], event)
+        return returned(
+            lambda: core.begin() if event is None else core.step(self.states[name], event),
+            lambda: f"{name} in {'its start' if event is None else f'the event {event.name}'}",
+        )
 
     def _count(self, name: str, event: Event | None, second: int) -> None:
         before, count = self.second

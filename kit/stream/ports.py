@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kit.errors import BadInput, KitError
-from kit.loop.limit import returning
+from kit.loop.limit import returned
 from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Port
 from kit.results.records import Id, Row
@@ -281,18 +281,17 @@ class Foreign:
             self._admission = self._loop.create_task(self.sampler.admit(trainer_version_fn=lambda: self.version))
             self._changed = True
             return ()
-        with returning(lambda: "the sampler"):
-            return [self._chosen(command)]
+        return [returned(lambda: self._chosen(command), lambda: "the sampler")]
 
     def take(self) -> Iterable[Event]:
         if self._admission is None or not self._changed:
             return ()
         self._changed = False
-        with returning(lambda: "the sampler"):
-            if not self._loop.poll(self._admission):
-                return ()
-            admission, self._admission = self._admission, None
-            target = admission.result()
+        admission = self._admission
+        if not returned(lambda: self._loop.poll(admission), lambda: "the sampler"):
+            return ()
+        self._admission = None
+        target = admission.result()
         return [Event("admitted", self.pipeline, target=NO_TARGET if target is None else target)]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kit.loop import limit
-from kit.loop.limit import NeverReturned, returning, time_limit
+from kit.loop.limit import NeverReturned, returned, time_limit
 
 
 class OverError(BaseException):
@@ -94,6 +94,28 @@ def test_the_limit_is_gone_after_the_block(thread: Callable[..., object]) -> Non
 
     assert thread(short) == "went on"
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+@THREADS
+def test_a_limit_that_rings_as_its_block_ends_is_taken_back(
+    thread: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator is one instruction: what rings in it is raised as `__exit__` begins."""
+    monkeypatch.setattr(limit, "TURN_S", 0.01)
+    monkeypatch.setattr(limit, "AGAIN_S", 0.05)
+
+    def ends_late(base: int = 3) -> int:
+        return base**1_000_000
+
+    def late_and_on() -> str:
+        with pytest.raises(NeverReturned):
+            returned(ends_late, lambda: "the sampler")
+        until = time.monotonic() + 0.15  # an alarm left behind would ring by now
+        while time.monotonic() < until:
+            pass
+        return f"went on, the limit ends at {limit._ends.at}"
+
+    assert thread(late_and_on) == "went on, the limit ends at inf"
 
 
 def test_somebody_elses_alarm_rings_after_the_block() -> None:
@@ -203,11 +225,8 @@ def test_a_limit_holds_in_a_forked_process(fork: str, says: str) -> None:
 
 def test_own_code_that_never_returns_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "TURN_S", 0.05)
-    with (
-        pytest.raises(NeverReturned, match=r"the sampler never returned: it took more than 0.05 s"),
-        returning(lambda: "the sampler"),
-    ):
-        spins()
+    with pytest.raises(NeverReturned, match=r"the sampler never returned: it took more than 0.05 s"):
+        returned(spins, lambda: "the sampler")
 
 
 def test_a_limit_in_a_thread_leaves_an_interpreter_that_can_be_profiled() -> None:
