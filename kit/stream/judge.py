@@ -545,10 +545,14 @@ def samples_differ(ledger: LoopLedger) -> Violations:
 
 
 def order_fair(ledger: LoopLedger) -> Violations:
-    """Is each complete group selected before too many younger groups overtake it?"""
+    """Is each complete group selected before too many younger groups overtake it, and none before the version that it is meant for?"""
     allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
-    age = {row["group"]: row.at for row in reversed(ledger.need("reserved", "group"))}
-    selected = ledger.need("selected", "group")
+    reserved, selected = ledger.need("reserved", "group"), ledger.need("selected", "group")
+    age = {row["group"]: row.at for row in reversed(reserved)}
+    meant = {row["group"]: row.number("target", -1) for row in reserved} if limits_age(ledger) else {}
+    for row in selected:
+        if (target := meant.get(row["group"], -1)) > (now := ledger.version_at(row)):
+            yield f"{row}: selected at version {now}, but started for version {target}"
     for ready in ledger.need("ready", "group"):
         group = ready["group"]
         later = [

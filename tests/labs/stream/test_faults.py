@@ -38,6 +38,7 @@ ALSO = {
         "no_sample_too_old",
         "publish_before_use",
         "capacity_kept",
+        "order_fair",
         "metrics_true",
     },
     "bump-on-abort": {"notes_backed", "one_step_per_batch", "publish_before_use"},

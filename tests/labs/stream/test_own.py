@@ -89,6 +89,28 @@ class ReadyFirstFromZero(ReadyFirstSaysSo):
         self.started = 0
 
 
+class TakesNext(InOrder):
+    """Fills a step with complete groups that started for the next one."""
+
+    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
+        there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
+        found = [at for at, (target, ready) in enumerate(there) if ready and target <= current_train_weight + 1]
+        if len(found) < min_prompt_groups:
+            return None, 0
+        found = found[:max_prompt_groups]
+        metas = [self.buffer.meta_list[at] for at in found]
+        await self.buffer.remove(found, remove_in_dp=False)
+        return metas[0].concat(*metas[1:]), len(metas)
+
+
+def test_a_sampler_that_trains_groups_before_their_step_fails() -> None:
+    own = f"{TakesNext.__module__}:{TakesNext.__qualname__}"
+    verdict, error = simulated(sampler=own, places=16, phases="stream")
+    assert error == ""
+    assert failed(verdict) == {"order_fair"}
+    assert "selected at version 0, but started for version 1" in why(verdict, "order_fair")
+
+
 TAIL = {"places": 64, "slots": 24, "steps": 8, "tail": True, "worlds": 0, "window": 2}
 
 
