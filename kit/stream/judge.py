@@ -121,11 +121,14 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
                 done and not cleared_rows and ledger.ended and not any(error.get("step") == step.id for error in failed)
             ):
                 yield f"{row}: trained but never cleared"
-        calls, wanted = sum(row.get("step") == step.id for row in clears), sum(map(len, step.finished.values()))
-        if clears and (calls > wanted or (calls < wanted and ledger.ended)):
+        tries = [other for other in ledger.steps if other.id == step.id]  # one that was aborted may be trained again under its number
+        wanted = sum(len(rows) for other in tries for rows in other.finished.values())
+        calls = sum(row.get("step") == step.id for row in clears)
+        repeated = sum(row.get("step") == step.id for row in failed)
+        if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended)):
             yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
         for row in failed if ledger.by_event["bumped"] else ():
-            early = step.bumped is None or step.bumped.at > row.at
+            early = step.abort is None and (step.bumped is None or step.bumped.at > row.at)
             if row.get("step") == step.id and early and len(step.trained) >= len(step.of("selected")):
                 yield f"{row}: the version had not risen although the step was finished"
     return f"{counted(len(cleared), 'group')} cleared, {counted(len(finishes), 'optimizer step')}"

@@ -588,6 +588,37 @@ def test_a_wrong_row_fails_its_check(check: str, edit: Edit, why: str, settings:
     assert re.search(why, found.why), found.why
 
 
+def with_clears(rows: list[Row]) -> list[Row]:
+    """The same ledger with the commands that the rows `cleared` answer, one for each finish."""
+    whole: list[Row] = []
+    for before, row in zip([{}, *rows], rows, strict=False):
+        if row["event"] == "cleared" and before.get("event") != "cleared":
+            whole.append({"event": "clear", "time": row["time"], "step": row["step"]})
+        whole.append(row)
+    return whole
+
+
+def test_an_aborted_step_may_be_trained_again_under_its_number() -> None:
+    rows = with_clears(right(BREAKS))
+    aborted = rows[some(rows, "abort")]["step"]
+    for row in rows[some(rows, "abort") + 1 :]:
+        if row.get("step", 0) > aborted:
+            row["step"] -= 1
+    assert not violations(rows)
+    clear = next(place for place, row in enumerate(rows) if row["event"] == "clear" and row["step"] == aborted)
+    rows.insert(clear, dict(rows[clear]))
+    assert f"step {aborted} was cleared 2 times after 1 finishes" in violations(rows)["one_clear_per_finish"]
+
+
+def test_a_clear_that_failed_may_be_sent_again() -> None:
+    rows = with_clears(right({}))
+    clear = some(rows, "clear", 1)
+    rows.insert(clear, dict(rows[clear]))
+    assert "cleared 2 times after 1 finishes" in violations(rows)["one_clear_per_finish"]
+    rows.insert(clear + 1, {**rows[clear], "event": "error", "of": "clear", "why": "the port was busy"})
+    assert not violations(rows)
+
+
 @pytest.mark.parametrize(("between", "wrong"), [([], 0), (["joined"], 1), (["joined", "published"], 0)])
 def test_what_a_replica_reported_before_it_left_may_come_later_but_not_once_it_joined(
     between: list[str], wrong: int
