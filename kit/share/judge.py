@@ -42,6 +42,14 @@ def need(ledger: DeskLedger, *events: str) -> list[Row]:
     return rows
 
 
+def need_plans(ledger: DeskLedger) -> list[Row]:
+    """The plans of a ledger that also says which requests wait: without those a grant looks as if nobody had asked for it."""
+    plans = need(ledger, "plan")
+    if ledger.of("granted"):
+        need(ledger, "queued")
+    return plans
+
+
 def pipeline_rows(rows: Iterable[Row], name: str) -> list[Row]:
     """The rows of one pipeline's core, for the checks of `stream`.
 
@@ -236,7 +244,7 @@ def routed_to_awake(ledger: DeskLedger) -> Violations:
 
 def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
-    plans = need(ledger, "plan")
+    plans = need_plans(ledger)
     for row, books in ledger.replay():
         if row.event == "plan":
             granted = {(name, cluster) for name, cluster, _ in ops(row, "grants")}
@@ -434,7 +442,7 @@ def planner_of(ledger: DeskLedger) -> str:
 
 def plan_as_specified(ledger: DeskLedger) -> Violations:
     """Does an independent planner make the same plans?"""
-    plans = need(ledger, "plan")
+    plans = need_plans(ledger)
     if (planner := planner_of(ledger)) not in SPECIFIED:
         raise NotMeasured(f"only the planners {' and '.join(SPECIFIED)} are specified; this run used {planner}")
     for row, books in ledger.replay():
@@ -468,7 +476,7 @@ def not_planned(ledger: DeskLedger) -> Iterator[str]:
 
 def fair_share(ledger: DeskLedger) -> Violations:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
-    need(ledger, "plan")
+    need_plans(ledger)
     if (planner := planner_of(ledger)) not in SPECIFIED:
         raise NotMeasured(f"the planner {planner} does not share by demand")
     count = 0

@@ -17,7 +17,7 @@ from kit.loop.runner import Runner
 from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import Books, DeskLedger
-from kit.share.judge import RULES, dead_replaced, pipeline_rows, plan_valid
+from kit.share.judge import RULES, dead_replaced, pipeline_rows, plan_valid, priority_kept
 from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
@@ -157,6 +157,14 @@ def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
         with replaced(fault.patch):
             rows = foreign(rows_of(SCENARIOS[fault.scene["scenario"]].run().rows))
         assert fault.caught_by in violations(rows), fault.name
+
+
+def test_a_ledger_that_does_not_say_who_waits_is_not_called_wrong() -> None:
+    """Without `queued`, every grant of a plan looked as if nobody had asked for it."""
+    rows = [row for row in foreign(rows_of(shared(BOTH).rows)) if row["event"] != "queued"]
+    assert violations(rows) == {}
+    with pytest.raises(Missing, match="no `queued` event"):
+        settled(priority_kept, DeskLedger(rows))
 
 
 def test_what_a_ledger_lacks_is_named() -> None:
