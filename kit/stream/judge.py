@@ -121,7 +121,8 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
                 done and not cleared_rows and ledger.ended and not any(error.get("step") == step.id for error in failed)
             ):
                 yield f"{row}: trained but never cleared"
-        tries = [other for other in ledger.steps if other.id == step.id]  # one that was aborted may be trained again under its number
+        # A step that was aborted may be trained again under its number.
+        tries = [other for other in ledger.steps if other.id == step.id]
         wanted = sum(len(rows) for other in tries for rows in other.finished.values())
         calls = sum(row.get("step") == step.id for row in clears)
         repeated = sum(row.get("step") == step.id for row in failed)

@@ -190,7 +190,7 @@ def controller(plan: Any, start: Resume | None = None) -> Core[Any]:
     return Controller(plan, pipeline=PIPELINE, resume=start)
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class Stopped(KitError):  # noqa: N818 - not an error
     """The loop has reached the version at which it should stop."""
 
 
