@@ -125,6 +125,7 @@ def served_config(geometry: Geometry) -> dict[str, Any]:
         "vocab_size": geometry.vocab,
         "max_position_embeddings": geometry.seq,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(geometry.rope_base)},
+        "hidden_act": "silu",
         "rms_norm_eps": geometry.norm_eps,
         "tie_word_embeddings": True,
     }

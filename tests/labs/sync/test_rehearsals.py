@@ -15,14 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.errors import KitError
+from kit.errors import KitError, RehearsedError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
-from kit.labs.sync.ranks.scenes import WHY
+from kit.labs.sync.ranks.scenes import WHY, leaves_before_a_bucket_in_the_middle
 from kit.labs.sync.ranks.side import miscounted
 from kit.labs.sync.ranks.watch import SeenWeights
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
+from kit.sync.link import Link, PeerGone
 from kit.sync.sender import SyncFailed
 
 KEPT: list[Any] = []
@@ -145,6 +146,8 @@ def test_what_one_failure_left_may_be_made_once_and_two_leave_a_leak() -> None:
         ("missing", "rank 4", ("a",), ["the error names tensor a instead of tensor b"], 1.0),
         ("wrong-bytes", "rank 4", ("a",), ["the error names tensor a instead of 2 tensors (a, b)"], 1.0),
         ("alone", "rank 4", (), ["the error names rank 4 instead of the sender"], 1.0),
+        ("gone", "rank 4", (), [], 1.0),
+        ("gone", "rank 3", (), ["the error names rank 3 instead of rank 4"], 1.0),
         ("wrong-bytes", "rank 4", ("a",), [], 0.5),  # the other one was not compared
         ("wrong-bytes", "rank 4", (), ["the error names no tensor instead of 2 tensors (a, b)"], 0.5),
         ("wrong-bytes", "rank 4", ("c",), ["the error names tensor c instead of 2 tensors (a, b)"], 0.5),
@@ -218,6 +221,16 @@ def test_with_a_delta_an_error_may_name_only_the_tensors_of_one_bucket_of_everyt
     )
     error = SyncFailed("the refresh with version 3", 2, failure)
     assert [*misnamed(trainer, "wrong-bytes", error, 2, ["rank 4"], changed=["b"])] == []
+
+
+def test_a_receiver_that_leaves_says_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    link, sender = Link(ours, "the sender", 5.0), Link(theirs, "rank 4", 5.0)
+    transport: Any = SimpleNamespace(buckets=3, links={"the sender": link})
+    with pytest.raises(RehearsedError):
+        leaves_before_a_bucket_in_the_middle(transport, 1, torch.empty(0))
+    with pytest.raises(PeerGone, match=WHY["gone"]), sender:
+        sender.message("bytes")
 
 
 FIVE = ("a", "b", "layers.1.b", "d", "e")

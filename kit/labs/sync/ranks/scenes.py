@@ -26,8 +26,8 @@ from kit.sync.serving import Gate, GateTimeout
 # receiver lacks a tensor (missing), waits for one that is not sent (unsent), or has another dtype or shape (unfit); its transport raises
 # before a bucket in the middle has arrived, the first time that bytes of this version move (middle); it gets bytes that changed after
 # sending (wrong-bytes) or after packing; its transport raises at the last bucket; so does the sender's (both); only the sender's raises
-# (alone); the receiver fails when all weights are new (late), or after others have published, or after the version became active; it does
-# not answer a step (silent), or sends no first message (mute).
+# (alone); the receiver leaves without a word at a bucket in the middle (gone); it fails when all weights are new (late), or after others
+# have published, or after the version became active; it does not answer a step (silent), or sends no first message (mute).
 EXTRA = "rehearsed.weight"
 ALONE = "alone"
 # These scenes run twice, to tell what is made once from what every failure leaves behind.
@@ -40,7 +40,7 @@ TOO_LATE = "activate"
 CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
 REFILL = "refill"  # fails nowhere
 EMPTIED, UNLIKE = "emptied", "unlike"
-MUTE, SILENT = "mute", "silent"
+GONE, MUTE, SILENT = "gone", "mute", "silent"
 SILENCE_S = 2.0  # how long the sender waits for a silent receiver
 LONGER = 0.9  # of what the others wait for the sender, so that they hear it although machines are busy
 # The sender ends these before it has opened its end of a transport, and the receivers may wait for that in their constructors.
@@ -53,6 +53,7 @@ WHY = {  # what code that fails on purpose says; the sender's error must say it 
     "transport": "rehearsed error of the receiver's transport",
     "both": "rehearsed error of the receiver's transport",
     ALONE: "rehearsed error of the sender's transport",
+    GONE: "is gone",
     LATE: "rehearsed failure after all weights are new",
     "publish": "rehearsed failure after others have published",
     TOO_LATE: "rehearsed failure after the version became active",
@@ -75,6 +76,7 @@ AT_THE_RECEIVER = {
     MIDDLE: {f"{TRANSPORT}.receive": f"{__name__}:raises_before_a_bucket_in_the_middle"},
     "transport": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
     "both": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
+    GONE: {f"{TRANSPORT}.receive": f"{__name__}:leaves_before_a_bucket_in_the_middle"},
     LATE: {f"{CALL}.finalize": f"{__name__}:raises_when_all_weights_are_new"},
     "publish": {f"{CALL}.publish": f"{__name__}:raises_after_others_have_published"},
     TOO_LATE: {f"{CALL}.activate": f"{__name__}:raises_after_the_version_became_active"},
@@ -101,7 +103,7 @@ def rehearsed_scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[st
     wrong_bytes += (PACKED,) * (config.verify != "none" and config.verify_share == 1)
     if expansion:
         return ("missing", *wrong_bytes, LATE, "publish")
-    at_the_receiver = ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both")
+    at_the_receiver = ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both", GONE)
     # Memory of a version that could not be packed is closed: the next scene makes it again, and the lab sees it as bytes move.
     return (*at_the_receiver, EMPTIED, UNLIKE, ALONE, LATE, "publish", LATE, SILENT, MUTE)
 
@@ -238,6 +240,15 @@ def raises_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, i
     received."""
     if index == transport.buckets // 2:
         raise RehearsedError(WHY[MIDDLE])
+    return receive(transport, index, into)
+
+
+def leaves_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
+    """Like a process that was killed: its connection closes, and nothing was said before."""
+    if index == transport.buckets // 2:
+        for link in transport.links.values():
+            link.close()
+        raise RehearsedError("the receiver has left")
     return receive(transport, index, into)
 
 
