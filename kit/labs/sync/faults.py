@@ -268,6 +268,13 @@ FAULTS = exposed_by(
         patch={f"{CALL}.look": f"{BUGS}:keeps_what_arrives"},
     ),
     Fault(
+        "kept-versions",
+        "the sender keeps a copy of every bucket of every version",
+        "no_second_copy",
+        set={**SERVING, "cycles": 3},
+        patch={f"{SENDING}.pass_on": f"{BUGS}:keeps_what_it_sends"},
+    ),
+    Fault(
         "packed-over-adopted",
         "the sender packs a version into memory that a replica still has as its weights",
         "no_torn_reads",

@@ -21,7 +21,7 @@ import pandas as pd
 from kit.labs.sync.lab import CLOSED_S, MOST_BESIDE, SyncConfig, is_asked, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
-from kit.results.growth import DRIFT_CYCLES, bystander_change, compared, growth, worst
+from kit.results.growth import DRIFT_CYCLES, SETTLED, bystander_change, compared, growth, worst
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -549,22 +549,28 @@ def most_copies(config: Config) -> float:
 
 
 def no_second_copy(frame: pd.DataFrame, config: Config) -> Measured:
-    """Does a replica keep no copy of received weights after a sync?
+    """Does a replica keep no copy of received weights after a sync, and the trainer no further one of every version?
 
-    The bytes of all its tensors after each cycle, compared with those before the first sync, in copies of the whole model."""
+    The bytes of all tensors of a rank after each cycle, in copies of the whole model: on a replica compared with those before the first
+    sync, on the trainer, without shared memory, with those after the second cycle."""
     older_kit(frame)
-    before = select(frame, phase="base", metric="tensor_bytes").set_index("rank")["value"]
-    rows = frame[frame["phase"].isin(["verify", "rehearse"]) & (frame["metric"] == "tensor_bytes")]
-    if len(rows) < receivers(config) * config["cycles"]:
-        incomplete(f"tensors were weighed {len(rows)} times instead of {receivers(config) * config['cycles']}")
-    if rows.empty:
+    weighed = frame[frame["metric"] == "tensor_bytes"]
+    rows = weighed[weighed["phase"].isin(["verify", "rehearse"])]
+    settled = (weighed["cycle"] == SETTLED) & (weighed["phase"] == "verify")
+    # Of a replica the first of these is the one at the base.
+    before = weighed[(weighed["phase"] == "base") | settled].drop_duplicates("rank").set_index("rank")["value"]
+    of_replicas = rows[rows["rank"] >= trainer_ranks(config)]
+    if len(of_replicas) < receivers(config) * config["cycles"]:
+        incomplete(f"tensors were weighed {len(of_replicas)} times instead of {receivers(config) * config['cycles']}")
+    if of_replicas.empty:
         raise Missing("tensors were not weighed after any sync")
     whole = float(select(frame, metric="bytes")["value"].max())
-    over = (rows["value"] - rows["rank"].map(before)) / whole
+    over = (rows["value"] - rows["rank"].map(before)).dropna() / whole
     largest: Any = over.idxmax()
     row = rows.loc[largest]
     where = f"rank {row['rank']}" + (f", cycle {row['cycle']}" if row["cycle"] else "")
-    first, last = (before[row["rank"]] / MIB, "base"), (row["value"] / MIB, row["phase"])
+    start = "base" if row["rank"] >= trainer_ranks(config) else f"cycle {SETTLED}"
+    first, last = (before[row["rank"]] / MIB, start), (row["value"] / MIB, row["phase"])
     why = compared("tensors", first, last, where, unit=" MiB")
     return Measured(max(0.0, float(over.max())), f"{why}; the model has {whole / MIB:.3g} MiB")
 

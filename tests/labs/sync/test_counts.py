@@ -13,7 +13,15 @@ import pandas as pd
 import pytest
 
 from kit.labs.sync.lab import SyncConfig, is_asked
-from kit.labs.sync.rules import AFTER, PUBLISHED, attempts, out_of_order, receivers_answer, required_order
+from kit.labs.sync.rules import (
+    AFTER,
+    PUBLISHED,
+    attempts,
+    no_second_copy,
+    out_of_order,
+    receivers_answer,
+    required_order,
+)
 from kit.results import NotMeasured
 
 CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}
@@ -291,3 +299,23 @@ def test_a_receiver_answers_where_its_phase_has_ended_or_the_sync_failed() -> No
     assert (value, "not on rank 2, refresh" in why) == (2, True)
     assert unserved(ending(0, 1, failed=True, phase="expand"))[1].endswith("not on rank 1, expand, cycle 1")
     assert unserved(served(2), ending(2), ending(0, failed=True, phase="train"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replica", "copies", "where"),
+    [
+        ((9, 20, 20), (5, 5, 5), 0.0, "rank 0, cycle 2"),  # what is made once exists after two cycles
+        ((9, 20, 30), (5, 5, 5), 1.0, "rank 0, cycle 3"),
+        ((9, 20, 20), (5, 15, 15), 1.0, "rank 1, cycle 2"),
+    ],
+)
+def test_a_copy_that_every_version_leaves_is_counted_on_either_end(
+    trainer: tuple[int, ...], replica: tuple[int, ...], copies: float, where: str
+) -> None:
+    rows: list[tuple[object, ...]] = [(0, 1, "base", "tensor_bytes", 5.0), (0, 0, "base", "bytes", 10.0)]
+    for rank, weighed in enumerate((trainer, replica)):
+        rows += [(cycle, rank, "verify", "tensor_bytes", float(held)) for cycle, held in enumerate(weighed, start=1)]
+    frame = pd.DataFrame(rows, columns=["cycle", "rank", "phase", "metric", "value"])
+    answer = no_second_copy(frame, {"ranks": 2, "infer_tp": 1, "replicas": 1, "cycles": 3})
+    assert answer.value == copies
+    assert where in answer.why

@@ -41,7 +41,7 @@ from kit.target import replaced
 
 tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
 answers, abandon = Sending.answers, Sending.abandon
-teardown = Sending.teardown
+pass_on, teardown = Sending.pass_on, Sending.teardown
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
@@ -355,6 +355,11 @@ def keeps_the_memory_mapped(call: Call, index: int, buffer: torch.Tensor) -> Non
 def keeps_what_arrives(call: Call, index: int, buffer: torch.Tensor) -> None:
     KEPT.append(buffer.clone())
     look(call, index, buffer)
+
+
+def keeps_what_it_sends(sending: Sending, index: int) -> None:
+    KEPT.append(sending.cache.bucket(sending.report.version, index).clone())
+    pass_on(sending, index)
 
 
 def applies_without_a_gate(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver

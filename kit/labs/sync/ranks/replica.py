@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +74,6 @@ class SyncReplica(Side):
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
         self.before: dict[int, str] = {}  # how each bucket of the version before began
-        self.held_first = 0  # bytes of tensors before the first sync
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -244,14 +242,8 @@ class SyncReplica(Side):
         self.ctx.record("tensors_unchanged", len(same), text=listed_names(same))
         self.ctx.record("constants_changed", len(disturbed), text=listed_names(disturbed))
 
-    def weigh_tensors(self) -> None:
-        """Record the bytes of all tensors of this rank. The first reading is the baseline, before any weights were sent."""
-        held = live_bytes() + self.model.bytes_elsewhere()
-        if self.held_first and held > self.held_first:
-            gc.collect()
-            held = live_bytes() + self.model.bytes_elsewhere()
-        self.held_first = self.held_first or held
-        self.ctx.record("tensor_bytes", held, "B")
+    def tensor_bytes(self) -> int:
+        return live_bytes() + self.model.bytes_elsewhere()
 
     def count_written(self, scene: str = SYNCED) -> None:
         """Record tensors that hold what the lab wrote into them before the sync."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import re
@@ -43,6 +44,7 @@ class Side:
             self.listener = self.scope.enter_context(listen(ctx, "sync"))
         self.group: Any = None
         self.bystander: Bystander | None = None
+        self.held_first = 0  # bytes of tensors when they were weighed first
         gpu = ""
         if ctx.device.type == "cuda" and not transports.needs_permission():
             gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
@@ -96,6 +98,19 @@ class Side:
         self.ctx.record("segments", len(self.held()))
         for metric, value in self.bystander.ask().items() if self.bystander else ():
             self.ctx.record(metric, value, "B")
+
+    def tensor_bytes(self) -> int:
+        """Of all tensors of this rank that count for it."""
+        raise NotImplementedError
+
+    def weigh_tensors(self) -> None:
+        """Record the bytes of all tensors of this rank. What only reference cycles hold does not count."""
+        held = self.tensor_bytes()
+        if self.held_first and held > self.held_first:
+            gc.collect()
+            held = self.tensor_bytes()
+        self.held_first = self.held_first or held
+        self.ctx.record("tensor_bytes", held, "B")
 
     def prompts(self, vocab: int) -> list[torch.Tensor]:
         return [self.prompt(vocab, number) for number in range(REQUESTS)]

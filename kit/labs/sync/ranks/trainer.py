@@ -241,7 +241,7 @@ class SyncTrainer(Side):
     def held_on_host(self) -> HeldOnHost:
         """What this rank holds in tensors and in files of memory."""
         state = TensorState(chunks=self.job.chunks, optimizer=self.job.optimizer)
-        private, own = held_bytes() - shared_bytes(), self.ctx.device.type
+        private, own = self.tensor_bytes(), self.ctx.device.type
         resident = {kind: state.resident(kind) for kind in {"cpu", own}}
         weights = [item.size for item in resident[own] if item.kind == "weights"]
         trained = sum(item.size for items in resident.values() for item in items if item.kind in KINDS[1:])
@@ -271,7 +271,11 @@ class SyncTrainer(Side):
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.send_truth(self.targets())
+        self.weigh_tensors()
         self.count()
+
+    def tensor_bytes(self) -> int:
+        return held_bytes() - shared_bytes()
 
     def send_truth(self, targets: Sequence[Target]) -> None:
         """Send replicas the digests and logits that they must have; each records its own differences."""
