@@ -6,7 +6,7 @@ its end, and such tokens are counted as wasted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 from kit.results.records import Id, Row
@@ -75,7 +75,8 @@ def _not_chosen(end: Row, chosen: Mapping[Id, int] | None) -> str:
 
 
 def no_needless_waste(ledger: LoopLedger) -> Violations:
-    """Is every sample generated once, unless a sync, a failure or a lost replica made another attempt necessary?"""
+    """Is every sample generated once, unless a sync, a failure or a lost replica made another attempt necessary, and none to its end in a
+    group that is aborted?"""
     ledger.need("sent", "group", "sample", "replica")
     ledger.need("tokens", "group", "sample", "count")
     at_sync, repeated, lost = ledger.setting("at_sync"), 0, 0
@@ -100,12 +101,25 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
                         f"{again}: {counted(tokens, 'token')} of the attempt in row {before.at} lost; its request did not fail, its "
                         f"replica did not leave, and no sync ended it (at_sync={at_sync or 'not stated'})"
                     )
+    yield from _never_cancelled(ledger)
     generated = sum(row.number("count") for row in ledger.by_event["tokens"])
     given_up = generated - lost - ledger.tokens({row["group"] for row in ledger.trained()})
     return (
         f"{counted(generated, 'token')} generated: {lost} lost in {counted(repeated, 'attempt')} that had to be repeated, "
         f"{given_up} in groups that were not trained"
     )
+
+
+def _never_cancelled(ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per unfinished group that was given up and whose requests all ran to their end, none of them cancelled."""
+    if ledger.foreign:  # another system need not write what it asks of its replicas
+        return
+    apart = {row["group"] for name in ("cancel", "ready") for row in ledger.by_event[name]}
+    for end in ledger.by_event["aborted"]:
+        group = end["group"]
+        done = [sample for sample in ledger.samples[group].values() if sample.completed]
+        if len(done) == ledger.limit("group") and group not in apart:
+            yield f"{end}: no request of it was cancelled, and all were generated to their end"
 
 
 def _tokens_between(ledger: LoopLedger, before: Row, again: Row) -> int:

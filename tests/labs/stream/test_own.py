@@ -169,6 +169,26 @@ class EvictsToo(Controller):
         return super().step(state, event)
 
 
+class NeverCancels(Controller):
+    """Lets the requests of groups that were given up run to their end."""
+
+    def step(self, state: Any, event: Event) -> Any:
+        state, commands = super().step(state, event)
+        return state, tuple(command for command in commands if command.name != "cancel")
+
+
+def never_cancels(plan: StreamSettings, start: Resume | None = None) -> Controller:
+    return NeverCancels(plan, pipeline=PIPELINE, resume=start)
+
+
+@pytest.mark.parametrize(("controller", "wrong"), [(own_controller, set()), (never_cancels, {"no_needless_waste"})])
+def test_requests_of_a_group_that_is_given_up_are_cancelled(controller: Callable[..., Any], wrong: set[str]) -> None:
+    windowed = {"sampler": "windowed", "window": 0, "tail": True, "places": 24, "slots": 24, "steps": 3}
+    verdict, error = simulated(implementation=f"{__name__}:{controller.__name__}", phases="stream", **windowed)
+    assert error == ""
+    assert failed(verdict) == wrong
+
+
 def test_a_group_that_the_sampler_did_not_give_up_is_named() -> None:
     own = f"{SaysSo.__module__}:{SaysSo.__qualname__}"
     verdict, _ = simulated(sampler=own, places=16, implementation=f"{__name__}:evicts_too", steps=8)
