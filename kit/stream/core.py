@@ -22,9 +22,19 @@ A step that fails is aborted; its groups that are not in the weights yet become 
 | desk | release (kind), progress (completed, target) | none; a release before the grant withdraws the request |
 | log | metrics (step, update, version, numbers) | logged or logger_failed |
 | sampler | admit (version), select (version, least, most) | admitted (target, -1: none), chosen (groups, evicted, aborted) |
-| any | answer | to the event ask (of, question, asker) |
+| the asker | answer (of, question, ..) | to the event ask (of, question, asker) |
+| runner | ended (why) | none: the loop is over |
+| ledger | any note | none |
 
 A port that raises is an `error` with the command's ids. Events about a sample have group, sample and replica; lists are texts ("3,4").
+
+What another core must know of these, as only some of it shows in the table:
+- A loop begins with a request for the devices and the sync of its version: replicas serve nothing before it.
+- `at_sync` asks the core, too: with abort it cancels all requests before a sync, with abort and drain it waits until none is in flight.
+- `which` of logprobs is one of `StreamSettings.logprobs`. All settings are fields of `kit.stream.settings.StreamSettings`.
+- `step_retries` counts the steps that are tried again in a whole run. A step that is tried again may keep its number.
+- Data that end within a step end the loop with why=error: no batch is dropped in silence.
+- Notes that checks need of every core: place, slot and their returns, and in `metrics` at least one of its numbers.
 """
 
 from __future__ import annotations
