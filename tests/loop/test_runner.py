@@ -138,7 +138,7 @@ def test_addresses_are_checked() -> None:
     with pytest.raises(BadInput, match="sends ask to 'port', which is neither a core nor a port"):
         Runner({"a": Asks(1)}, {}, clock=clock).run()
     with pytest.raises(BadInput, match="'a' names a core and a port"):
-        Runner({"a": Asks(1)}, {"a": simulated(clock)}, clock=clock)
+        Runner({"a": Asks(1), "b": Asks(1)}, {"b": simulated(clock), "a": simulated(clock)}, clock=clock)
     with pytest.raises(BadInput, match="'ledger' is the runner's own address"):
         Runner({"ledger": Asks(1)}, {}, clock=clock)
     with pytest.raises(BadInput, match="at least one core"):

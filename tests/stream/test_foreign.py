@@ -106,6 +106,25 @@ def test_a_step_that_was_given_up_comes_back_into_their_buffer() -> None:
     assert [group for group, _, _ in trained(done.rows)] == [group for group, _, _ in trained(plain.rows)]
 
 
+def test_groups_that_were_chosen_for_a_step_that_was_given_up_meanwhile_stay_in_the_buffer() -> None:
+    driver = Driver(small(sampler="mine:Sampler", min_groups=1, step_retries=1))
+    driver.event("admitted", target=-1)
+    driver.event("admitted", target=-1)
+    driver.finish_group(0)
+    driver.asked.remove(driver.one("select"))
+    driver.event("chosen", groups="0", evicted="", aborted="")
+    driver.finish_group(1)
+    driver.answer(driver.one("begin"))
+    driver.asked.remove(driver.one("select"))
+    driver.fail(driver.one("microbatch"))
+    driver.event("chosen", groups="1", evicted="", aborted="")
+    assert (driver.groups("selected"), driver.groups("unselected")) == ([0], [1])
+    driver.answer(driver.one("abort"))
+    driver.asked.remove(driver.one("select"))
+    driver.event("chosen", groups="0,1", evicted="", aborted="")
+    assert driver.groups("selected") == [0, 0, 1]
+
+
 def test_their_gate_goes_on_where_a_run_was_resumed() -> None:
     half = simulate(replace(SETTINGS, steps=2), sampler=InOrder)
     rest = simulate(SETTINGS, sampler=InOrder, resume=resume_from(half.runner.states[""]))

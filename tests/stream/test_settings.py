@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -70,3 +71,9 @@ def test_each_refusal_is_one_sentence(change: dict[str, Any], sentence: str) -> 
 def test_recorded_log_probabilities_are_enough_without_correction() -> None:
     assert refusals(StreamSettings(correction=False, previous="recorded")) == ()
     assert refusals(StreamSettings(correction=False, window=0)) == ()
+
+
+def test_a_word_that_was_read_from_a_file_means_what_the_same_word_of_the_source_means() -> None:
+    read = json.loads('["recomputed", "off"]')
+    settings = StreamSettings(previous=read[0], reference=read[1])
+    assert settings.logprobs == ("previous",)
