@@ -150,3 +150,26 @@ def test_a_function_that_megatron_was_initialised_with_is_given_to_it_again(monk
     )
     groups.reload({"mode": "manual", "init_arguments": {"order": "tp-dp"}, "groups": []})
     assert again == [{"order": "tp-dp", "get_embedding_ranks": ranks_of}]
+
+
+def test_by_hand_each_group_is_destroyed_once_and_those_that_cannot_be_are_named(monkeypatch):
+    tried, reset = [], []
+
+    def destroy(group):
+        tried.append(group)
+        if group == "pipeline":
+            raise RuntimeError("the wire is cut")
+
+    module = SimpleNamespace(
+        _TENSOR_GROUP="tensor",
+        _MODEL_GROUP="tensor",  # the same group under another name
+        _DATA_GROUP_GLOO="data over gloo",
+        _PIPELINE_GROUP="pipeline",
+        destroy_model_parallel=lambda: reset.append(True),
+    )
+    monkeypatch.setattr(groups, "parallel_state", lambda: module)
+    monkeypatch.setattr(groups, "groups_in", lambda value: [value])
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(destroy_process_group=destroy))
+    assert groups._manual() == (1, [("_PIPELINE_GROUP", "the wire is cut")])
+    assert (tried, reset) == (["tensor", "pipeline"], [True])
+    assert {module._TENSOR_GROUP, module._DATA_GROUP_GLOO} == {None}
