@@ -24,6 +24,7 @@ LATER = {
     "nothing_stays": {},
     "rows_copied": {},
     "means_averaged": {},
+    "one_pass": {},
     "every_sample_trained": {},
     "trainer_restored": {},
     "weights_once": {},

@@ -72,6 +72,7 @@ PROMISES = {
     "masked_reach": "numbers changed by masked places",
     "overwritten_differs": "tensors that differ if the caller overwrites its rows",
     "mean_wrong": "wrong means",
+    "passes_repeated": "forward passes beyond one for each microbatch",
 }
 
 
@@ -460,6 +461,12 @@ def means_averaged(frame: pd.DataFrame, _: Config) -> Measured:
     return promised(frame, "mean_wrong", right="reward is the mean over microbatches and data ranks")
 
 
+def one_pass(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does each microbatch run forward once, where all have as many tokens?"""
+    need_rehearsal(frame, "forward_passes")
+    return promised(frame, "passes_repeated", right="each microbatch of rows without masked tokens ran forward once")
+
+
 def nonfinite_skipped(frame: pd.DataFrame, _: Config) -> Measured:
     """Is the update skipped if a loss or gradient is not finite?"""
     promises = ("nonfinite_updated", "nonfinite_changed", "nonfinite_ticks_off", "nonfinite_next_differs")
@@ -684,6 +691,7 @@ RULES = (
     rule(nothing_stays),
     rule(rows_copied, when=is_kits_step),
     rule(means_averaged, when=is_kits_step, cannot=regrouped),
+    rule(one_pass, when=is_kits_step, cannot=regrouped),
     rule(nonfinite_skipped),
     rule(replicas_counted_once),
     replace(by_noise(oracle, 1e-5, "exact", coarse=0.05), cannot=no_oracle),

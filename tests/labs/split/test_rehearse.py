@@ -26,13 +26,21 @@ CONFIG = SplitConfig(ranks=1, steps=1, microbatches=2, micro_batch=3, chunks=(1,
 ROWS, LENGTH, WORDS = 6, 12, 40
 
 
+class Bigrams(torch.nn.Module):
+    """One table of next-token logits."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.table[ids]
+        return logits
+
+
 class Job:
-    """A bigram model: one table of next-token logits."""
+    """A bigram model."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.table = torch.nn.Parameter(torch.sin(torch.arange(float(WORDS * WORDS))).view(WORDS, WORDS))
-        net = torch.nn.Module()
+        net = Bigrams()
         net.table = self.table
         self.chunks = [net]
         self.optimizer = SimpleNamespace(step=lambda: None)
@@ -55,7 +63,7 @@ class Step(SplitStep):
         seen = []
         for piece in pieces:
             ids = piece["input_ids"]
-            message = self.job.table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            message = self.job.chunks[0](ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
             value, metrics = self.loss(message, piece, tokens=1.0, sequences=1.0)
             value.backward()  # type: ignore[no-untyped-call]
             seen.append(metrics)
@@ -306,6 +314,16 @@ class Restores(Step):
         self._restore()
 
 
+class RunsAgain(Step):
+    """Right but slow: its microbatches run forward once more to be counted."""
+
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        with torch.no_grad():
+            for piece in pieces:
+                self.job.chunks[0](piece["input_ids"])
+        return super()._run(pieces)
+
+
 GROUPS: list[Any] = []
 
 
@@ -425,3 +443,16 @@ def test_settings_of_torch_that_a_step_leaves_changed_are_named(step: Any, lost:
         torch.set_deterministic_debug_mode(mode)
     named = {ids["after"]: text for metric, value, text, ids in made.found if metric == "hooks_lost" and value}
     assert named == lost
+
+
+def test_what_an_earlier_rehearsal_left_changed_is_still_seen() -> None:
+    made = scene(Step)
+    with torch.inference_mode():
+        later = made.fresh()
+        later.note_hooks("abort")
+    assert [text for _, _, text, _ in later.found] == ["torch.is_grad_enabled(), torch.is_inference_mode_enabled()"]
+
+
+@pytest.mark.parametrize(("step", "repeated"), [(Step, 0), (StoresCopies, 0), (RunsAgain, 2)])
+def test_forward_passes_are_counted(step: Any, repeated: int) -> None:
+    assert found(step, rehearse.forward_passes) == [repeated]

@@ -35,6 +35,35 @@ HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
 
 
+# How torch computes in this process, which a step may change only while it is open.
+SETTINGS: dict[str, Callable[[], object]] = {
+    "torch.is_grad_enabled()": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+    "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
+    "torch.is_autocast_enabled('cuda')": lambda: torch.is_autocast_enabled("cuda"),
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_default_device()": torch.get_default_device,
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+}
+
+
+def settings_now() -> dict[str, object]:
+    return {name: setting(read) for name, read in SETTINGS.items()}
+
+
+def setting(read: Callable[[], object]) -> object:
+    """None if torch cannot report it: its old and new names were mixed."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 @dataclass(kw_only=True, slots=True)
 class FailingScene:
     backend: Any  # of backends.py
@@ -44,14 +73,15 @@ class FailingScene:
     config: SplitConfig
     job: Any = None
     step: Any = None
+    settings: dict[str, object] = field(default_factory=settings_now)  # before all rehearsals
     replaceable: dict[str, Any] = field(default_factory=dict)  # before a step
     found: list[tuple[str, float, str, dict[str, Any]]] = field(default_factory=list)  # what `note` was given
 
     def fresh(self) -> FailingScene:
         job = self.backend.fresh()
-        return dataclasses.replace(
-            self, job=job, step=self.make(job), replaceable=replaceable(self.backend, job), found=[]
-        )
+        step = self.make(job)
+        before = replaceable(self.backend, job) | self.settings
+        return dataclasses.replace(self, job=job, step=step, replaceable=before, found=[])
 
     def begin(self, loss: Loss | None = None) -> None:
         self.step.begin(loss or self.loss, self.config.batch, self.config.micro_batch)
@@ -105,35 +135,9 @@ class FailingScene:
         self.note("misuse_silent", int(bool(wrong)), wrong or fine, call=call)
 
 
-# How torch computes in this process, which a step may change only while it is open.
-SETTINGS: dict[str, Callable[[], object]] = {
-    "torch.is_grad_enabled()": torch.is_grad_enabled,
-    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
-    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
-    "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
-    "torch.is_autocast_enabled('cuda')": lambda: torch.is_autocast_enabled("cuda"),
-    "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_default_device()": torch.get_default_device,
-    "torch.get_num_threads()": torch.get_num_threads,
-    "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-}
-
-
 def replaceable(backend: Any, job: Any) -> dict[str, Any]:
     """What a step may replace while it is open, by name: the hooks of its job, the training mode of its modules, settings of torch."""
-    hooks = {f"hook {place}": hook for place, hook in enumerate(backend.hooks(job), start=1)}
-    return hooks | {name: setting(read) for name, read in SETTINGS.items()}
-
-
-def setting(read: Callable[[], object]) -> object:
-    """None if torch cannot report it: its old and new names were mixed."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
+    return {f"hook {place}": hook for place, hook in enumerate(backend.hooks(job), start=1)} | settings_now()
 
 
 def settings_in(names: list[str]) -> str:
@@ -192,7 +196,7 @@ def rehearse_all(made: FailingScene) -> FailingScene:
         not_finite,
         groups_of_steps,
         memory_of_steps,
-        *((overwritten, mean_metric) if made.config.implementation == KIT_SPLIT else ()),
+        *((overwritten, mean_metric, forward_passes) if made.config.implementation == KIT_SPLIT else ()),
     ):
         scene = made.fresh()
         before = scene.backend.state(scene.job)
@@ -343,6 +347,7 @@ def misuse(scene: FailingScene, batch: Batch) -> None:
     scene.note_refused("finish without a microbatch", step.finish, "open")
     step.abort()
     scene.note("misuse_changed", int(scene.backend.state(scene.job) != before or step.version != version))
+    scene.note_hooks("refused calls")
 
 
 def remainder(scene: FailingScene, batch: Batch) -> None:
@@ -546,3 +551,19 @@ def mean_metric(scene: FailingScene, batch: Batch) -> None:
         f"reward is {reported:g} instead of {expected:g}" if not math.isclose(reported, expected, rel_tol=1e-6) else ""
     )
     scene.note("mean_wrong", int(bool(wrong)), wrong)
+
+
+def forward_passes(scene: FailingScene, batch: Batch) -> None:
+    """Rows of which every token counts: each microbatch needs one forward pass. Not tried where other microbatches than these are made of
+    the rows."""
+    if scene.config.batching != "fixed":
+        return
+    passes: list[int] = []
+    hook = scene.job.chunks[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    scene.begin()
+    scene.feed({**batch, **{name: torch.ones_like(batch[name]) for name in ("token_mask", "sample_mask")}})
+    scene.step.finish()
+    hook.remove()
+    needed = len([*cuts(batch, scene.config.micro_batch)])
+    text = f"{len(passes)} for {needed} microbatches" if len(passes) > needed else ""
+    scene.note("passes_repeated", max(0, len(passes) - needed), text)
