@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kit.world import warm
+from kit.world import agentside
 from tests import lanes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,10 +110,10 @@ def test_the_lanes_name_files_that_exist() -> None:
 
 
 def test_commands_that_start_ranks_are_known() -> None:
-    assert lanes.starts_ranks(["python", warm.AGENT, "--node", "0"])
+    assert lanes.starts_ranks(["python", agentside.AGENT, "--node", "0"])
     assert lanes.starts_ranks(["python", "-m", "torch.distributed.run", "script.py"])
-    assert not lanes.starts_ranks(["python", warm.AGENT, "--wait", "7"])
-    assert not lanes.starts_ranks(["python", "-c", "is this code there?", warm.AGENT])
+    assert not lanes.starts_ranks(["python", agentside.AGENT, "--wait", "7"])
+    assert not lanes.starts_ranks(["python", "-c", "is this code there?", agentside.AGENT])
 
 
 def test_readme_links_lead_somewhere() -> None:

@@ -38,6 +38,7 @@ from kit.results.run import STATUSES
 from kit.results.runtable import Facts, facts_on_disk, run_frame
 from kit.routing import NCCL2
 from kit.world import World, asked, warm
+from kit.world.agentside import AGENT
 from kit.world.asked import check_engine, check_layout, check_ranks, check_worlds
 from kit.world.launch import RAY, TORCHRUN, launch_commands
 
@@ -400,7 +401,7 @@ def check_target(
 
 
 def _ask_python(python: str, code: str, target: str, env: Mapping[str, str]) -> str:
-    arguments = str(warm.AGENT), targets.__file__, target
+    arguments = str(AGENT), targets.__file__, target
     return asked.run_python(python, code, *arguments, timeout_s=LOOK_UP_S, env={**os.environ, **env})[1]
 
 

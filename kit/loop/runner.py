@@ -23,7 +23,8 @@ from kit.loop.limit import returned
 from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
 from kit.results.records import Row
 
-Answer = Callable[[Command], Iterable[tuple[float, Event]]]
+Answers = Iterable[tuple[float, Event]]  # each after so many seconds
+Answer = Callable[[Command], Answers]
 
 S = TypeVar("S")
 ITSELF = "runner"

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import A_SECOND, Core, Port, Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import A_SECOND, Answers, Core, Port, Runner, Simulated, Stalled, VirtualClock
 from kit.results.records import Id, numbers
-
-Answers = Iterable[tuple[float, Event]]
 
 
 class Sleeper(Protocol):

@@ -287,6 +287,7 @@ def _share_idle(ledger: LoopLedger) -> Iterator[float]:
             open_.pop(key, None)
 
 
+# Not read from the ports, since their rows are judged.
 DOING = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
 SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 

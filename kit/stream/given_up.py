@@ -12,13 +12,9 @@ from itertools import chain, pairwise
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.stream.history import LoopLedger, ends_group
+from kit.stream.history import ABORTING, BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, ends_group
 
 BEGINS = ("reserved", "selected", "begin")  # rows of a loop that continues
-BY_TARGET = ("strict", "in-order")  # samplers that drop groups of an earlier batch
-BY_START = ("weight-fifo", "windowed")  # those that drop groups that started before the window
-ABORTING = ("windowed",)  # those that end unfinished groups
-KEEPING = ("ready-first", "capacity")  # those that drop none
 
 
 def eviction_justified(ledger: LoopLedger) -> Violations:
@@ -155,7 +151,7 @@ def _not_too_old(ledger: LoopLedger, end: Row) -> str:
     sampler, window = ledger.setting("sampler"), ledger.limit("window")
     if sampler is None or window is None:
         return ""
-    if sampler in KEEPING:
+    if sampler in NO_AGE_LIMIT:
         return f"the sampler {sampler} gives up no group"
     if end.event == "aborted" and sampler not in ABORTING and ":" not in str(sampler):
         return f"the sampler {sampler} gives up no unfinished group"

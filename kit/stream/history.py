@@ -232,7 +232,12 @@ def pipelines(rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, LoopLedger]:
     return {name: LoopLedger([row for row in rows if row.get("pipeline") == name]) for name in names}
 
 
-NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that limit admission only
+# What each sampler of the kit may do, as the checks know it. Not read from `settings.SAMPLERS`, since that is judged.
+BY_TARGET = ("strict", "in-order")  # drop groups of an earlier batch
+BY_START = ("weight-fifo", "windowed")  # drop groups that started before the window
+ABORTING = ("windowed",)  # also end unfinished groups
+NO_AGE_LIMIT = ("ready-first", "capacity")  # drop no group: they limit admission only
+GATED = (*BY_TARGET, "weight-fifo", *NO_AGE_LIMIT)  # start at most (window + version + 1) batches
 REACTION = 0.005  # seconds that a controller may take to react
 
 

@@ -16,7 +16,19 @@ from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
 from kit.stream.given_up import eviction_justified, no_needless_waste
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, STEP, LoopLedger, Sample, StepRows, by, ends_group
+from kit.stream.history import (
+    BY_TARGET,
+    ENDS,
+    GATED,
+    NO_AGE_LIMIT,
+    REACTION,
+    STEP,
+    LoopLedger,
+    Sample,
+    StepRows,
+    by,
+    ends_group,
+)
 from kit.stream.requests import attempts_distinct, requests_spread
 
 MISSED = 2  # versions that a replica may miss after it joined: a sync may be under way, and the next may have begun
@@ -593,9 +605,6 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
-# These start at most (window + version + 1) batches.
-GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")
-TARGETED = ("strict", "in-order")
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the group's place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 
@@ -673,7 +682,7 @@ def admitted(ledger: LoopLedger) -> Violations:
             allowed = (ahead + now + 1) * batch
             if started > allowed:
                 yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
-            elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
+            elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{counted(started, 'group')} started in time"
 

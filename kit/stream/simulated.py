@@ -20,14 +20,12 @@ from typing import Any, Protocol
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, Sink
-from kit.loop.runner import A_SECOND, Core, Runner, Simulated, VirtualClock
+from kit.loop.runner import A_SECOND, Answers, Core, Runner, Simulated, VirtualClock
 from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
 from kit.stream.ports import calls, spent, sync_spans
 from kit.stream.settings import Resume, StreamSettings, read_settings, refusals
 from kit.stream.sides import Logger, LoopSide, run_loop
-
-Answers = Iterable[tuple[float, Event]]
 
 REHEARSED = "a failure that is rehearsed"
 PER_GROUP = ("microbatch", "logprobs")  # commands that take longer with more groups

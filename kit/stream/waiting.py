@@ -8,7 +8,8 @@ from kit.results.records import Id, Row
 from kit.results.units import counted
 from kit.stream.history import LoopLedger, ends_group
 
-CALLS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # to the trainer; `done` or `error` answers
+# Calls to the trainer, which `done` or `error` answers. Not read from the core, since that is judged.
+CALLS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 
 
 def waiting_for(ledger: LoopLedger) -> str:

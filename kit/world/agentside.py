@@ -36,7 +36,7 @@ from kit import machine
 from kit.world import leftovers
 from kit.world.channel import ASKED_S, SILENCE_S, ChannelClosed, Message, WorldLink, connect
 
-ENTRY = Path(__file__).with_name("agent.py")
+AGENT = Path(__file__).with_name("agent.py")
 STATUS_S = 1.0  # for another thread to note the status that it has just taken
 
 
@@ -175,7 +175,7 @@ def torchrun(node: Node) -> None:
 
         static_tcp_rendezvous.TCPStore = store_at_address  # type: ignore[attr-defined, assignment]
         arguments += ["--master-addr", address, "--master-port", str(port)]
-    cli.main([*arguments, str(ENTRY)])
+    cli.main([*arguments, str(AGENT)])
 
 
 def import_all(names: list[str]) -> None:

@@ -14,7 +14,7 @@ from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, how_ended
 from kit.tls import make_certificate
 from kit.world import asked, leftovers, raycluster, warm
-from kit.world.agentside import read_log
+from kit.world.agentside import AGENT, read_log
 from kit.world.asked import CREWS, WorldPlan
 from kit.world.channel import (
     HELLO,
@@ -120,7 +120,7 @@ class Crew:
         together = [away] if len(self.plan.launch) == 1 else [[node] for node in away]
         for nodes, template in zip(together, self.plan.launch, strict=False):
             texts = [
-                agent_command(self.plan.python.path, warm.AGENT, [*others, "--node", str(node)], self.plan.env)
+                agent_command(self.plan.python.path, AGENT, [*others, "--node", str(node)], self.plan.env)
                 for node in nodes
             ]
             first = self.plan.part.first
@@ -138,7 +138,7 @@ class Crew:
         env = asked.agent_environment(self.plan.part.neighbours, self.plan.job_machines, self.plan.env)
         with open(self._agent_log, "ab", opener=owner_only) as log:
             process = subprocess.Popen(
-                [self.plan.python.path, str(warm.AGENT), *arguments],
+                [self.plan.python.path, str(AGENT), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

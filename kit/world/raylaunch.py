@@ -35,7 +35,7 @@ SHORT = 24  # of a folder's path; Ray adds to it, and a Unix socket's ends at 10
 HELD_CPUS = 2  # of a small cluster for engine='ray', whose actors ask for none
 OUTPUT = 8_000  # bytes of an agent's output that are passed on
 NOTE = "note: "  # begins a line that the notebook prints, as launch.py has it
-# Ranks count all GPUs of their machine, as with every other way to launch.
+# Ranks count all GPUs of their machine, as with every other way to launch: `EVERY_GPU` in rayside.py, which is out of reach here.
 ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 REHEARSAL = "kit-rehearsal"  # a resource that marks the clusters that are started here
 

@@ -120,7 +120,7 @@ def run_actors(agent: agentside.Node) -> None:
             actors.append(ray.remote(kind).options(**actor_options(ray, order, rank)).remote())
         begun = [
             actor.begin.remote(
-                str(agentside.ENTRY), {**host, "env": {**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}}
+                str(agentside.AGENT), {**host, "env": {**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}}
             )
             for rank, actor in enumerate(actors)
         ]

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from kit import machine
 from kit.errors import KitError, how_ended
 from kit.world import asked, leftovers
+from kit.world.agentside import AGENT
 from kit.world.asked import WorldPlan
 from kit.world.channel import ChannelClosed, WorldLink
 from kit.world.warmside import MEGATRON, RUNS, state_of_file
 
-AGENT = Path(__file__).with_name("agent.py")
 SETTING = "KIT_WAITING_AGENT"
 ROOM = 2 * 2**30  # bytes of free memory without which none is started in advance
 

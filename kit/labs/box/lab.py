@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from kit.errors import hint
+from kit.errors import BadInput, hint, refuse_if
 from kit.labs.box.faults import FAULTS
 from kit.labs.definition import Definition, LabConfig, Option, Role, Step
 
@@ -52,8 +52,7 @@ class BoxConfig(LabConfig):
     probes: Annotated[str, Option("names of the probes to run, separated by commas; empty: all")] = ""
 
     def __post_init__(self) -> None:
-        if self.ranks % 2:
-            raise ValueError(f"ranks must be even, not {self.ranks}: the probes of jobs cut a model in two")
+        refuse_if(self.ranks % 2, f"ranks must be even, not {self.ranks}: the probes of jobs cut a model in two")
         chosen(self.probes)
 
 
@@ -63,7 +62,7 @@ def chosen(names: str) -> list[str]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise ValueError(f"there is no probe {name!r}; {hint(name, known)}")
+            raise BadInput(f"there is no probe {name!r}; {hint(name, known)}")
     return [name for name in known if name in wanted or not wanted]
 
 

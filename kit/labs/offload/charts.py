@@ -27,6 +27,7 @@ from kit.draw.picture import Picture, paint
 from kit.draw.points import Points, counts_in_words
 from kit.draw.style import MARKERS, Look, theme
 from kit.errors import BadInput
+from kit.labs.offload.lab import KINDS
 from kit.results import NotMeasured, Run, Verdict, VerdictRow
 from kit.results.comparison import warnings
 from kit.results.units import counted, size, size_unit
@@ -35,7 +36,6 @@ from kit.results.verdict import MARKS
 WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job
 BEFORE, IN_CYCLE = (WITHOUT, "build"), ("train", "release", "idle", "reload")
 RESIDENT = ("anon_rss", "shared_rss")  # parts of the resident set
-KINDS = ("weights", "grads", "optimizer")
 ASKED_AT = {WITHOUT: WITHOUT, "train": "fingerprint", "release": "idle", "idle": "idle"}  # where NCCL is asked
 BELOW_TENSORS = ("others", "without", "nccl", "residual")  # what the allocator does not have
 DIFFERENCE = "////"  # no source reports it

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kit.errors import BadInput
+from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Step, check_fits, model_of
 from kit.labs.offload.faults import FAULTS, KIT_RELEASER
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import ModelConfig, check, model_bytes
 
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
+KINDS = ("weights", "grads", "optimizer")  # of tensors that can be released
 KIT_MODEL = "kit.labs.offload.ranks.job:build"
 
 
@@ -67,38 +68,34 @@ class OffloadConfig(JobConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
-        for wrong, why in (
-            (
-                self.implementation != KIT_RELEASER and self.mode != "exact",
-                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}",
-            ),
-            (
-                self.include_world and not self.groups,
-                "include_world=true needs groups=true: with groups=false no group is released",
-            ),
-            (
-                self.include_world and self.mode in ("manual", "official"),
-                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD",
-            ),
-            (
-                self.mode == "suspend" and self.routing != "torch",
-                f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator",
-            ),
-            (
-                self.mode == "suspend" and self.device == "cpu",
-                "mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none",
-            ),
-            (
-                not (self.groups or self.kinds),
-                "nothing would be released: set groups, weights, grads or optimizer to true",
-            ),
-        ):
-            if wrong:
-                raise BadInput(why)
+        refuse_if(
+            self.implementation != KIT_RELEASER and self.mode != "exact",
+            f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}",
+        )
+        refuse_if(
+            self.include_world and not self.groups,
+            "include_world=true needs groups=true: with groups=false no group is released",
+        )
+        refuse_if(
+            self.include_world and self.mode in ("manual", "official"),
+            f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD",
+        )
+        refuse_if(
+            self.mode == "suspend" and self.routing != "torch",
+            f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator",
+        )
+        refuse_if(
+            self.mode == "suspend" and self.device == "cpu",
+            "mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none",
+        )
+        refuse_if(
+            not (self.groups or self.kinds),
+            "nothing would be released: set groups, weights, grads or optimizer to true",
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(kind for kind in ("weights", "grads", "optimizer") if getattr(self, kind))
+        return tuple(kind for kind in KINDS if getattr(self, kind))
 
 
 def model_config(config: OffloadConfig) -> ModelConfig:
@@ -130,10 +127,10 @@ def plan(config: OffloadConfig) -> list[Step]:
 
 
 def fits(config: OffloadConfig) -> None:
-    if config.mode == "suspend" and not free_gpu_bytes():
-        raise BadInput(
-            "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver"
-        )
+    refuse_if(
+        config.mode == "suspend" and not free_gpu_bytes(),
+        "mode=suspend needs CUDA: only NCCL can suspend communicators, and this machine has no GPU driver",
+    )
     if config.model != KIT_MODEL:
         return  # the kit does not know the size of your own job
     stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]

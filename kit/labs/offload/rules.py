@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.offload.faults import EXACT, KIT_RELEASER
-from kit.labs.offload.lab import KIT_MODEL
+from kit.labs.offload.lab import KINDS, KIT_MODEL
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, rule, select
 from kit.results.frames import Source, read_ids, source
@@ -46,7 +46,6 @@ SEEN_BY_DRIVER = 1024 * MIB  # below this they drown in what kernels and librari
 COMMUNICATORS = 32 * MIB  # below this the driver's pages and its own noise are most of what they took
 TOO_SMALL = "{:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
 LEAST_RISE = 2.0  # from the second cycle to the last
-KINDS = ("weights", "grads", "optimizer")
 
 
 # -- why a config cannot have an answer ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from kit.errors import BadInput
+from kit.errors import BadInput, refuse_if
 from kit.labs.definition import (
     EVERY,
     EXPLORED,
@@ -146,19 +146,16 @@ def check_devices(name: str, loop: PipelineConfig, train: tuple[int, ...], count
         ("infer", loop.infer, loop.infer_tp, "infer_tp"),
     ):
         words = f"{name}.{setting}={list(devices)}"
-        if not devices:
-            raise BadInput(f"{words} names no device; name at least {name}.{per}={size}")
-        if outside := [device for device in devices if not 0 <= device < count]:
-            raise BadInput(f"{words} names device {outside[0]}; devices={count} are 0 to {count - 1}")
-        if len(set(devices)) < len(devices):
-            raise BadInput(f"{words} names a device twice; name each once")
-        if len(devices) % size:
-            raise BadInput(f"{name}.{per}={size} does not divide the number of devices of {words}")
-    if {*train} & {*loop.infer} and {*train} - {*loop.infer}:
-        raise BadInput(
-            f"{name}.train={sorted(train)} and {name}.infer={sorted(loop.infer)} share only some of the trainer's devices; its "
-            "replicas must use all or none of them"
-        )
+        refuse_if(not devices, f"{words} names no device; name at least {name}.{per}={size}")
+        for device in devices:
+            refuse_if(not 0 <= device < count, f"{words} names device {device}; devices={count} are 0 to {count - 1}")
+        refuse_if(len(set(devices)) < len(devices), f"{words} names a device twice; name each once")
+        refuse_if(len(devices) % size, f"{name}.{per}={size} does not divide the number of devices of {words}")
+    refuse_if(
+        {*train} & {*loop.infer} and {*train} - {*loop.infer},
+        f"{name}.train={sorted(train)} and {name}.infer={sorted(loop.infer)} share only some of the trainer's devices; its "
+        "replicas must use all or none of them",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,10 +225,14 @@ class ShareConfig(JobConfig):
     ] = False
 
     def __post_init__(self) -> None:
-        if self.gate == "5" and self.pipeline == PIPELINE:
-            raise BadInput("gate=5 needs your own pipeline; give it as pipeline=module:attr")
-        if self.nodes > 1 and self.simulated:
-            raise BadInput(f"nodes={self.nodes} is for live ranks; leave nodes=1 with simulated=true")
+        refuse_if(
+            self.gate == "5" and self.pipeline == PIPELINE,
+            "gate=5 needs your own pipeline; give it as pipeline=module:attr",
+        )
+        refuse_if(
+            self.nodes > 1 and self.simulated,
+            f"nodes={self.nodes} is for live ranks; leave nodes=1 with simulated=true",
+        )
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
@@ -243,13 +244,8 @@ class ShareConfig(JobConfig):
         for name, loop in self.loops.items() if self.nodes > 1 else ():
             self._check_machines(name, loop)
         needed = 1 if self.simulated else sum(loop.ranks for loop in self.loops.values()) + self.nodes - 1
-        if self.ranks not in (0, needed):
-            who = (
-                "trainers and replicas"
-                if self.nodes == 1
-                else "trainers, replicas and an observer on each other machine"
-            )
-            raise BadInput(f"ranks={self.ranks}, but {who} need {needed}; leave ranks out")
+        who = "trainers and replicas" if self.nodes == 1 else "trainers, replicas and an observer on each other machine"
+        refuse_if(self.ranks not in (0, needed), f"ranks={self.ranks}, but {who} need {needed}; leave ranks out")
         object.__setattr__(self, "ranks", needed)
 
     def _default(self, values: dict[str, Any], only: str = "") -> None:
@@ -274,13 +270,15 @@ class ShareConfig(JobConfig):
             larger = self.scenario in ("E", "F")
             train = ((0, 1), (2, 3))[at % 2] if larger else (at % 2,)
         check_devices(name, loop, train, self.devices)
-        if loop.adapters and loop.window not in (0, loop.own_window):
-            raise BadInput(
-                f"{name}.window={loop.window} is not allowed with {name}.adapters={loop.adapters}: each adapter trains on samples of its "
-                f"own last version; leave {name}.window out"
-            )
-        if loop.lora_merged and loop.adapters != 1:
-            raise BadInput(f"{name}.lora_merged=true needs {name}.adapters=1, because a merged base serves one adapter")
+        refuse_if(
+            loop.adapters and loop.window not in (0, loop.own_window),
+            f"{name}.window={loop.window} is not allowed with {name}.adapters={loop.adapters}: each adapter trains on samples of its "
+            f"own last version; leave {name}.window out",
+        )
+        refuse_if(
+            loop.lora_merged and loop.adapters != 1,
+            f"{name}.lora_merged=true needs {name}.adapters=1, because a merged base serves one adapter",
+        )
         window = loop.own_window if loop.adapters else loop.window
         common = {setting.name: getattr(self, setting.name) for setting in fields(JobConfig)}
         follows = {
@@ -301,17 +299,17 @@ class ShareConfig(JobConfig):
 
     def _check_machines(self, name: str, loop: PipelineConfig) -> None:
         """A trainer and a replica are a World each, and that is on one machine."""
-        if self.devices % self.nodes:
-            raise BadInput(
-                f"devices={self.devices} cannot be spread evenly over nodes={self.nodes}; give a multiple of {self.nodes}"
-            )
+        refuse_if(
+            self.devices % self.nodes,
+            f"devices={self.devices} cannot be spread evenly over nodes={self.nodes}; give a multiple of {self.nodes}",
+        )
         for role in role_names(loop):
             devices = loop.on_devices(role)
-            if len({self.machine_of(device) for device in devices}) > 1:
-                raise BadInput(
-                    f"{name}'s {role} uses the devices {list(devices)}, which are not on one machine: with devices={self.devices} and "
-                    f"nodes={self.nodes} each machine has {self.devices // self.nodes}, in the order of their numbers"
-                )
+            refuse_if(
+                len({self.machine_of(device) for device in devices}) > 1,
+                f"{name}'s {role} uses the devices {list(devices)}, which are not on one machine: with devices={self.devices} and "
+                f"nodes={self.nodes} each machine has {self.devices // self.nodes}, in the order of their numbers",
+            )
 
     def machine_of(self, device: int) -> int:
         return device * self.nodes // self.devices

@@ -21,12 +21,12 @@ from kit.labs.share.ledgers import LOOP_RULES, settled
 from kit.labs.share.simulated import Scene, serial_s
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Runner, VirtualClock
+from kit.loop.runner import Answers, Runner, VirtualClock
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured, settle
 from kit.share.books import DeskLedger
 from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
-from kit.share.simulated import Answers, Devices, simulate
+from kit.share.simulated import Devices, simulate
 from kit.stream.history import LoopLedger
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few

@@ -23,6 +23,7 @@ from kit.draw.style import COLOURS, Look
 from kit.labs.stream import tables
 from kit.results import NotMeasured, Row, Run
 from kit.results.units import ROW, amount, counted
+from kit.stream.history import BY_START, BY_TARGET
 from kit.stream.ports import PARTS, TrainerCall, calls, sync_spans
 from kit.stream.ports import TRAINER as TRAINING
 from kit.stream.settings import SAMPLERS
@@ -38,7 +39,6 @@ LOOP = {
     "stream": "stream: this config",
     "bound": "bound: simulated",
 }
-BOUNDED = ("strict", "in-order", "weight-fifo", "windowed")  # samplers that bound the lag by the window
 PART_LOOKS = {
     "training": Look(0),
     "logprobs": Look(3, "log-probabilities"),
@@ -221,7 +221,7 @@ def tokens_by_lag(data: RunData) -> pd.DataFrame:
     lags = tables.lags(data.records, phase)
     table = lags.groupby("lag")["tokens"].sum().reset_index()
     total, window = int(table["tokens"].sum()), tables.capacity(rows).get("window")
-    bound = window if window is not None and data.config.get("sampler") in BOUNDED else None
+    bound = window if window is not None and data.config.get("sampler") in (*BY_TARGET, *BY_START) else None
     table = table.assign(
         place=table["lag"],
         value=table["tokens"],

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from kit.errors import BadInput
+from kit.errors import refuse_if
 from kit.labs.definition import (
     EXPLORED,
     Definition,
@@ -166,47 +166,53 @@ class StreamConfig(JobConfig):
     ] = KIT_CORE
 
     def __post_init__(self) -> None:
-        if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
-            raise BadInput(
-                f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer"
-            )
+        refuse_if(
+            len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1],
+            f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer",
+        )
         check_range("tool_ms", self.tool_ms)
         check_transport(self.transport, self.nodes)
-        if self.tools and not self.tail:
-            raise BadInput(f"tools={self.tools} needs tail=true, because tools are called at known places of an answer")
-        if self.tools and self.infer_tp > 1:  # each rank has its own clock, and would wait for another time
-            raise BadInput(f"tools={self.tools} needs infer_tp=1, not {self.infer_tp}")
-        if self.tools and self.serve != "megatron":
-            raise BadInput(
-                f"tools={self.tools} needs serve=megatron: in serve={self.serve} all requests take each step together"
-            )
-        if unknown := {*phase_wanted(self.phases)} - {*PHASES}:
-            raise BadInput(
-                f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
-            )
+        refuse_if(
+            self.tools and not self.tail,
+            f"tools={self.tools} needs tail=true, because tools are called at known places of an answer",
+        )
+        # Each rank has its own clock, and would wait for another time.
+        refuse_if(self.tools and self.infer_tp > 1, f"tools={self.tools} needs infer_tp=1, not {self.infer_tp}")
+        refuse_if(
+            self.tools and self.serve != "megatron",
+            f"tools={self.tools} needs serve=megatron: in serve={self.serve} all requests take each step together",
+        )
+        wanted = phase_wanted(self.phases)
+        unknown = {*wanted} - {*PHASES}
+        refuse_if(
+            unknown,
+            f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}",
+        )
         for phase, other in {"verify": "stream", "bound": "stream", "resume_lockstep": "lockstep"}.items():
-            if phase in phase_wanted(self.phases) and other not in phase_wanted(self.phases):
-                raise BadInput(f"phases={self.phases!r}: {phase} needs the measurements of {other}; add {other}")
+            refuse_if(
+                phase in wanted and other not in wanted,
+                f"phases={self.phases!r}: {phase} needs the measurements of {other}; add {other}",
+            )
         if not self.simulated:
             self._check_ranks()
-        if refused := refusals(settings(self)):
-            raise BadInput("; ".join(refused))
+        refused = refusals(settings(self))
+        refuse_if(refused, "; ".join(refused))
 
     def _check_ranks(self) -> None:
-        if self.trainer_ranks < 1:
-            raise BadInput(
-                f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves {max(self.trainer_ranks, 0)} ranks "
-                "for the trainer; give it at least one"
-            )
+        refuse_if(
+            self.trainer_ranks < 1,
+            f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves {max(self.trainer_ranks, 0)} ranks "
+            "for the trainer; give it at least one",
+        )
         check(self.trainer_model, self.trainer_ranks)
         check(self.replica_model, self.infer_tp)
         check_served(self, self.replica_model)
         data_ranks = self.trainer_ranks // (self.tp * self.pp)
-        if self.group % (data_ranks * self.micro_batch):
-            raise BadInput(
-                f"group={self.group} samples do not fill whole microbatches of micro_batch={self.micro_batch} on {data_ranks} data ranks; "
-                f"use a multiple of {data_ranks * self.micro_batch}"
-            )
+        refuse_if(
+            self.group % (data_ranks * self.micro_batch),
+            f"group={self.group} samples do not fill whole microbatches of micro_batch={self.micro_batch} on {data_ranks} data ranks; "
+            f"use a multiple of {data_ranks * self.micro_batch}",
+        )
 
     def runs(self, phase: str) -> bool:
         if phase not in phase_wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
@@ -266,8 +272,10 @@ class StreamConfig(JobConfig):
 
 
 def check_range(name: str, numbers: tuple[int, ...]) -> None:
-    if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
-        raise BadInput(f"{name}={list(numbers)} must be two numbers: the shortest and the longest wait")
+    refuse_if(
+        len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1],
+        f"{name}={list(numbers)} must be two numbers: the shortest and the longest wait",
+    )
 
 
 def phase_wanted(phases: str) -> tuple[str, ...]:

@@ -36,18 +36,15 @@ from kit.results.rules import (
 )
 from kit.results.units import counted
 from kit.stream import judge
-from kit.stream.history import LoopLedger
+from kit.stream.history import ABORTING, LoopLedger
 from kit.stream.waiting import waiting_for
 
 ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
-RESUMED = (
-    "resume",
-    "resume_lockstep",
-)  # phases with a ledger of a loop that is stopped and one of the loop that continues it
-ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
+# Phases with a ledger of a loop that is stopped and one of the loop that continues it.
+RESUMED = ("resume", "resume_lockstep")
 MANY = 100  # groups needed to show a length bias
 
 
@@ -147,7 +144,7 @@ def no_length_bias(rows: LoopLedger) -> Measured:
     trained = [sample.tokens for counts, sample in pairs if counts]
     if not any(not counts and sample.tokens for counts, sample in pairs):
         return Measured(0.0, "every generated token belongs to a trained group")
-    if rows.setting("sampler") in ABORTS_SLOW:
+    if rows.setting("sampler") in ABORTING:  # they keep the short ones
         raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
     if len(gone) < MANY:
         raise NotMeasured(f"{counted(len(gone), 'group')} trained; at least {MANY} are needed to show a bias")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from kit.labs.definition import made, own_code
 from kit.labs.stream.drive import Stopped, Stopping
 from kit.labs.stream.lab import OWN, StreamConfig, settings
-from kit.labs.stream.sides import PIPELINE
+from kit.labs.stream.sides import PIPELINE, broken_logger
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Memory
 from kit.loop.runner import Stalled
@@ -152,7 +152,7 @@ class StreamWorlds:
                 resume=start,
                 sampler=load_callable(plan.sampler) if ":" in plan.sampler else None,
                 prepare=happen,
-                logger=raising if world["logger"] == "raises" else None,
+                logger=broken_logger if world["logger"] == "raises" else None,
                 rows=rows,
                 pipeline=PIPELINE,
                 fails=world["fails"],
@@ -385,7 +385,3 @@ def pace_of(world: Mapping[str, Any]) -> Durations:
         length=length,
         reward=reward,
     )
-
-
-def raising(_: dict[str, float], __: int) -> None:
-    raise RuntimeError("a logger that raises, on purpose")
