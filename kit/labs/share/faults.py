@@ -558,7 +558,7 @@ OF_RANKS = exposed_by(
         "both pipelines draw the same random numbers",
         "namespaces_apart",
         patch={
-            "kit.labs.share.ranks:loop_of": "kit.labs.share.ranks.bugs:draws_as_the_first",
+            "kit.labs.share.ranks.side:loop_of": "kit.labs.share.ranks.bugs:draws_as_the_first",
         },
     ),
     Fault(

@@ -13,7 +13,7 @@ import torch
 from kit.errors import KitError
 from kit.labs.rankside import Context
 from kit.labs.share.lab import LOCK
-from kit.labs.share.ranks import DeviceLock, context_of
+from kit.labs.share.ranks.side import DeviceLock, context_of
 from tests.labs.share.conftest import share
 
 

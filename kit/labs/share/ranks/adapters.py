@@ -22,8 +22,8 @@ from kit.actors.samples import Key, SampleRow
 from kit.actors.trainer import Weights
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.ranks import PipelineContext
 from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
+from kit.labs.share.ranks.side import PipelineContext
 from kit.megatron import lora, shards, split
 from kit.megatron.serve import NO_ADAPTER
 from kit.megatron.shards import Tensors

@@ -17,9 +17,9 @@ from kit.actors.replica import ReplicaActor
 from kit.actors.trainer import TrainerActor, Weights
 from kit.labs.rankside import Context
 from kit.labs.share.lab import PipelineConfig
-from kit.labs.share.ranks import loop_of
 from kit.labs.share.ranks.adapters import AdaptersTrainer
 from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
+from kit.labs.share.ranks.side import loop_of
 from kit.megatron.lora import LowRankPair
 from kit.megatron.serve import ServingModel
 from kit.train.protocol import Batch

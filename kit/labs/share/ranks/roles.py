@@ -23,7 +23,7 @@ from kit.actors.trainer import TrainerActor, Weights
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.ranks import DeviceLock, context_of
+from kit.labs.share.ranks.side import DeviceLock, context_of
 from kit.measure.host import trim
 from kit.measure.observers.births import registered_groups
 from kit.megatron import groups, shards
