@@ -72,8 +72,11 @@ BESIDE = (
     "tests/docs/",
     "tests/examples/",
     "tests/faults/test_nodes.py",
+    "tests/labs/offload/test_own_code.py",
     "tests/labs/share/",
+    "tests/labs/split/test_own.py",
     "tests/labs/stream/",
+    "tests/labs/sync/test_own.py",
     "tests/test_notebooks.py",
     "tests/test_ways.py",
     "tests/view/panel/",
@@ -152,15 +155,15 @@ def starts_ranks(command: Any) -> bool:
 # Minutes. A name that contains a lab has this budget for each lab.
 QUICK = {"no ranks": 2.5, "world": 1.0, "megatron and train": 1.5, "lab": 0.3, "other ranks": 3.0}
 SLOW = {
-    "faults on ranks": 15.0,
+    "faults on ranks": 22.0,
     "runs that must break": 3.0,
-    "notebooks": 6.0,
+    "notebooks": 11.0,
     "browser": 6.0,
     "examples": 2.0,
     "mutants": 2.0,
     "kills and namespaces": 4.0,
     "engines, adapters and nodes": 3.0,
-    "everything else": 7.0,
+    "everything else": 10.0,
 }
 SLOW_FILES = {
     "tests/labs/": "faults on ranks",

@@ -143,20 +143,6 @@ def far_host() -> Iterator[OtherHost]:
     other.remove()
 
 
-@pytest.fixture
-def two_hosts(
-    far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[World, OtherHost]]:
-    monkeypatch.setattr(module, "print", far_host, raising=False)
-    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 90}
-    try:
-        with World(4, nodes=2, endpoint=far_host.free_endpoint(), **options) as world:
-            yield world, far_host
-        assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
-    finally:
-        far_host.mend()
-
-
 LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
     "smoke": {},
     "offload": {"tp": 1},
@@ -218,31 +204,43 @@ def test_a_lab_passes_over_two_hosts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("when", ["in a step", "idle", "at close"])
-def test_a_machine_that_is_lost_is_named_and_ends_by_itself(two_hosts: tuple[World, OtherHost], when: str) -> None:
-    world, other = two_hosts
-    assert world.eval("rank") == [0, 1, 2, 3]
-    assert other.process is not None
-    if when == "at close":
-        other.cut()
-        world.close()
-        assert world.state == "closed"
-    elif when == "idle":
-        other.cut()
-        wait_for(lambda: world._crew.hear_agents() or 1 not in world._crew.agents, 60)
-        with pytest.raises(RankDied, match=r"^rank 2 .* is gone with the agent of machine 1 in phase 'run'"):
-            world.run("dist.barrier()", timeout_s=60)
-    else:
-        asked: list[int] = []
-        hear_until = world._crew._hear_until
-        world._crew._hear_until = lambda done, seconds: asked.append(1) or hear_until(done, seconds)  # type: ignore[assignment, func-returns-value]
-        pending = world.submit_code("import time\nif rank > 1: time.sleep(600)\ndist.barrier()", timeout_s=3)
-        other.cut()
-        with pytest.raises(RankTimeout, match=r"no stack: its machine's agent does not answer") as late:
-            pending.result()
-        assert (late.value.ranks, late.value.culprits) == ((0, 1, 2, 3), (2, 3))
-        assert len(asked) == 1  # of two ranks there; the time does not grow with their number
-    assert wait_for(lambda: other.process is not None and other.process.poll() is not None, 60)
+def test_a_machine_that_is_lost_is_named_and_ends_by_itself(
+    far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, at close, and while it is idle: a World for each, since a silent machine counts as lost only after SILENCE_S."""
+    monkeypatch.setattr(module, "print", far_host, raising=False)
+    options = {"device": "cpu", "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 90}
+    agents = []
+
+    def begin(name: str) -> World:
+        world = World(4, nodes=2, endpoint=far_host.free_endpoint(), logs=tmp_path / name, **options)
+        agents.append(far_host.process)
+        return world
+
+    try:
+        with begin("step") as in_a_step, begin("closed") as closed, begin("idle") as idle:
+            assert [world.eval("rank") for world in (in_a_step, closed, idle)] == [[0, 1, 2, 3]] * 3
+            asked: list[int] = []
+            hear_until = in_a_step._crew._hear_until
+            in_a_step._crew._hear_until = lambda done, seconds: asked.append(1) or hear_until(done, seconds)  # type: ignore[assignment, func-returns-value]
+            code = "import time\nif rank > 1: time.sleep(600)\ndist.barrier()"
+            pending = in_a_step.submit_code(code, timeout_s=3)
+            far_host.cut()
+            with pytest.raises(RankTimeout, match=r"no stack: its machine's agent does not answer") as late:
+                pending.result()
+            assert (late.value.ranks, late.value.culprits) == ((0, 1, 2, 3), (2, 3))
+            assert len(asked) == 1  # of two ranks there; the time does not grow with their number
+            assert 1 in closed._crew.agents  # not known as lost yet
+            closed.close()
+            assert closed.state == "closed"
+            assert wait_for(lambda: idle._crew.hear_agents() or 1 not in idle._crew.agents, 60)
+            with pytest.raises(RankDied, match=r"^rank 2 .* is gone with the agent of machine 1 in phase 'run'"):
+                idle.run("dist.barrier()", timeout_s=60)
+            assert wait_for(lambda: all(agent is not None and agent.poll() is not None for agent in agents), 60)
+        assert len({id(agent) for agent in agents}) == 3
+        assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+    finally:
+        far_host.mend()
 
 
 @pytest.mark.slow
