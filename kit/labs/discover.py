@@ -33,7 +33,7 @@ from kit.labs.definition import (
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
 from kit.results import Rule, list_runs, old
-from kit.results.records import flat
+from kit.results.records import OWN_LAB, flat
 from kit.results.run import STATUSES
 from kit.results.runtable import Facts, facts_on_disk, run_frame
 from kit.routing import NCCL2
@@ -463,8 +463,11 @@ def select_runs(
             raise BadInput(f"there is no {name} {value!r}; {hint(value, allowed)}")
     wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
     rows = [describe_folder(path) for path in folders]
-    labs = discover().labs
-    existing = {"lab": {*labs}, "fault": {known.name for each in labs.values() for known in each.faults}}
+    labs, broken = discover()
+    existing = {
+        "lab": {*labs, *broken, OWN_LAB},
+        "fault": {known.name for each in labs.values() for known in each.faults},
+    }
     for name, names in existing.items():
         names |= {row[name] for row in rows if row[name]}  # those of another kit or of a person's own job too
         if (value := wanted[name]) and value not in names:

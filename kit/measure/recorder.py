@@ -36,6 +36,7 @@ from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device
 from kit.results.records import (
     PATTERN,
     SCHEMA,
+    OWN_LAB,
     SEALED,
     AsId,
     Row,
@@ -70,7 +71,7 @@ class Recorder:
         self,
         dir: str | os.PathLike[str],  # noqa: A002 - the folder is called dir on a Run too
         *,
-        lab: str = "own",
+        lab: str = OWN_LAB,
         config: Mapping[str, Any] | None = None,
         device: str | None = None,
         rank: int | None = None,

@@ -48,6 +48,7 @@ TYPES = {
 COLUMNS = tuple(TYPES)
 OPTIONAL = ("text", "ids", "start")
 REQUIRED = COLUMNS[: -len(OPTIONAL)]
+OWN_LAB = "own"  # the lab of a run that a person's own job writes, unless it names one
 SEALED = "sealed"  # in run.json: the count and digest of rows and verdict when the run ended
 SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
 STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it

@@ -28,6 +28,7 @@ from kit.results.old import current_settings
 from kit.results.records import (
     COLUMNS,
     MISSING,
+    OWN_LAB,
     PATTERN,
     SCHEMA,
     SEALED,
@@ -173,7 +174,7 @@ class Run:
     @property
     def own(self) -> bool:
         """A user's own job wrote it, with a Recorder."""
-        return self.lab == "own" or "launch" in self.info()
+        return self.lab == OWN_LAB or "launch" in self.info()
 
     @property
     def partial(self) -> bool:
@@ -188,7 +189,7 @@ class Run:
             return []
         self._load()
         known = sealed["records"]
-        changes = [CONFIG_EDITED] if self._config_edited else []
+        changes = [CONFIG_EDITED] if config_edited(self.info()) else []
         changes += [change for name, wrote in known.items() if (change := self._altered(name, wrote))]
         if not self.own:
             changes += [f"{name} was added after the run ended" for name in self._files if name not in known]
@@ -203,12 +204,6 @@ class Run:
             if change:
                 changes.append(f"the stored verdict {change}: `kit check` judges the records again")
         return changes
-
-    @property
-    def _config_edited(self) -> bool:
-        info = self.info()
-        digest = (info.get(SEALED) or {}).get("config")
-        return digest is not None and digest != digest_of(info.get("config"))
 
     def _altered(self, name: str, wrote: Mapping[str, Any]) -> str:
         file = self._files.get(name)
@@ -327,7 +322,7 @@ class Run:
             copied = frame.copy()
             copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            if self._config_edited:
+            if config_edited(self.info()):
                 kept = Measured(None, CONFIG_EDITED, failed=True)
                 answers: list[Answer] = [(rule, kept) for rule in rules]
                 self._answers = frame, (config, whole), answers
@@ -383,6 +378,11 @@ def digest_of(config: Any) -> str:
     """The same for a config in memory and the one that is read from its file: a key 1 is "1" there, and a tuple a list."""
     filed = load_json(to_json(config or {}))
     return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
+
+
+def config_edited(info: Mapping[str, Any]) -> bool:
+    digest = (info.get(SEALED) or {}).get("config")
+    return digest is not None and digest != digest_of(info.get("config"))
 
 
 def label_in(path: Path) -> str:

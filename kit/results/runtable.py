@@ -6,6 +6,7 @@ number), or PHASE/METRIC (the median over cycles and ranks, from the run's recor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from kit.errors import BadInput, hint
 from kit.results.comparison import in_words
 from kit.results.old import current_settings
-from kit.results.records import SEALED, flat, read_json
+from kit.results.records import PATTERN, SEALED, flat, read_json
 from kit.results.run import (
     INDEX,
     LABEL,
     Run,
     checked_info,
+    config_edited,
     early_end,
     label_in,
     run_name,
@@ -36,14 +38,16 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 # What every table of runs has. `differs` are the settings that are not the lab's defaults.
 COMMON = ("run", "label", "lab", "differs", "fault", "status", "verdict", "started", "took [s]", "machine", "sweep")
-FILES = ("run.json", "records.jsonl", "verdict.json", LABEL)
+FILES = ("run.json", "verdict.json", LABEL)
+EDITED, LOST = "edited after the run ended", "records were lost after the run ended"
 KEPT: dict[Path, tuple[Any, Facts]] = {}  # facts of runs that ended, with the state of their files
 MEDIANS: dict[tuple[Path, str], tuple[Any, tuple[float | None, str]]] = {}
 
 
 def facts_on_disk(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Facts:
     """What is known of a run without its records. `defaults` gives a lab's settings; of an unknown lab, all settings count as changed."""
-    stamp = tuple(map(state_of, (f"{folder}/{name}" for name in FILES)))
+    names = [*FILES, *sorted(path.name for path in folder.glob(PATTERN))]
+    stamp = tuple((name, state_of(f"{folder}/{name}")) for name in names)
     kept = KEPT.get(folder)
     if kept is not None and kept[0] == stamp:
         return kept[1]
@@ -65,16 +69,10 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
         if (folder / "verdict.json").exists():
             raise
         stored = None
-    edited = stored is not None and (info.get(SEALED) or {}).get("verdict", stored.digest) != stored.digest
-    edited = edited or any(
-        state_of(f"{folder}/{name}")[0] != wrote["bytes"]
-        for name, wrote in (info.get(SEALED) or {}).get("records", {}).items()
-        if "bytes" in wrote  # older kits did not write it
-    )
-    stored = None if edited else stored
+    changed = changed_since(folder, info, stored)
+    stored = None if changed else stored
     config, same = flat(current_settings(lab, info.get("config") or {})), defaults(lab)
     answer = None if stored is None else stored.answer
-    missing = "edited after the run ended" if edited else "not judged"
     return {
         "run": str(folder),
         "id": info["run"],
@@ -85,7 +83,7 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
         "fault": info.get("fault"),
         "status": status_in(info),
         "answer": "not judged" if answer is None else "passed" if answer else "failed",
-        "verdict": missing if stored is None else measured_of(without_parts(stored), ended=bool(early)),
+        "verdict": changed or "not judged" if stored is None else measured_of(without_parts(stored), ended=bool(early)),
         "started": info.get("started"),
         "took": seconds_between(info.get("started"), info.get("finished")),
         "machine": machine_in_short(info.get("provenance") or {}),
@@ -93,6 +91,21 @@ def read_facts(folder: Path, defaults: Callable[[str], Mapping[str, Any]]) -> Fa
         "config": config,
         "numbers": {row.check: (row.measured, row.unit) for row in stored or () if row.measured is not None},
     }
+
+
+def changed_since(folder: Path, info: Mapping[str, Any], stored: Verdict | None) -> str:
+    """What accidents have changed since the run ended, as far as it shows without its rows; `Run.alterations` looks at these too."""
+    sealed = info.get(SEALED)
+    if not sealed or info["status"] == "running":
+        return ""
+    # Older kits did not write the size of a file.
+    grown = [
+        state_of(f"{folder}/{name}")[0] - wrote.get("bytes", math.inf) for name, wrote in sealed["records"].items()
+    ]
+    if any(-math.inf < more < 0 for more in grown):
+        return LOST
+    edited = config_edited(info) or any(more > 0 for more in grown)
+    return EDITED if edited or (stored is not None and sealed.get("verdict", stored.digest) != stored.digest) else ""
 
 
 def damaged_facts(folder: Path, error: Exception) -> Facts:

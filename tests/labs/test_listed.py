@@ -13,9 +13,11 @@ import pytest
 import kit
 from kit.cli import main
 from kit.errors import BadInput
-from kit.labs.discover import describe_folder, find
+from kit.labs.bench_view.made_up import made_up_runs
+from kit.labs.discover import describe_folder, discover, find, select_runs
 from kit.results import Row, Verdict, VerdictRow, create_run, list_runs
 from kit.results.comparison import labelled
+from kit.results.records import seal
 from kit.results.run import INDEX
 from kit.results.runtable import COMMON, pickable, run_frame, sweep_frame
 from kit.view.runs import save_runs
@@ -83,6 +85,43 @@ def test_a_run_that_lost_rows_has_not_passed(make: Callable[..., str], tmp_path:
     assert list(kit.runs()["answer"]) == ["passed"]
     path.write_text(path.read_text() + "\n")
     assert kit.runs().iloc[0][["answer", "verdict"]].to_list() == ["not judged", "edited after the run ended"]
+
+
+def test_an_edited_config_lost_rows_and_rows_of_another_node_show_in_the_list(tmp_path: Path) -> None:
+    writer = create_run(tmp_path, "smoke", {"cycles": 4}, {}, out=tmp_path / "run")
+    (tmp_path / "run" / "records.jsonl").write_text("\n\n")
+    other = tmp_path / "run" / "records.node1.jsonl"
+    other.write_text("\n\n")
+    writer.write_verdict(Verdict([VerdictRow("fds_return", 1.0, 0.0, "1", True, "")]))
+    writer.finish()
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    info["sealed"]["records"][other.name] = seal(other)
+
+    def shown(**fields: object) -> list[str]:
+        (tmp_path / "run" / "run.json").write_text(json.dumps(info | fields))
+        facts = describe_folder(tmp_path / "run")
+        return [facts["answer"], facts["verdict"]]
+
+    judged, edited = ["passed", "1 of 1 measured, all passed"], ["not judged", "edited after the run ended"]
+    assert shown() == judged
+    assert shown(config={"cycles": 5}) == edited
+    assert shown(config={"cycles": 5}, status="running")[1] == judged[1]  # what a run still writes is no edit
+    assert shown() == judged
+    other.write_text("\n")
+    lost = ["not judged", "records were lost after the run ended"]
+    assert shown() == lost
+    other.unlink()
+    assert shown() == lost
+
+
+def test_runs_that_a_bench_makes_up_are_listed_as_judged(tmp_path: Path) -> None:
+    made_up_runs(tmp_path, 3)
+    assert {describe_folder(path)["answer"] for path in list_runs(tmp_path)} == {"failed"}
+
+
+def test_a_lab_that_runs_may_have_is_no_unknown_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(discover().broken, "torn", "it cannot be loaded")
+    assert [select_runs([], lab=name) for name in ("own", "torn")] == [[], []]
 
 
 def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:
