@@ -34,15 +34,16 @@ from kit import machine, nccl
 from kit.errors import BadInput, KitError
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch_files
 from kit.results.records import (
+    OWN_LAB,
     PATTERN,
     SCHEMA,
-    OWN_LAB,
     SEALED,
     AsId,
     Row,
     RowsLost,
     RowWriter,
     checked_ids,
+    digest_of,
     load_json,
     read_json,
     rewrite_json,
@@ -240,7 +241,8 @@ class Recorder:
         if len(closed) < self.world_size:
             return
         files = {path.name: seal(path) for path in self.dir.glob(PATTERN)}
-        rewrite_json(self.dir / "run.json", {**read_json(self.dir / "run.json"), SEALED: {"records": files}})
+        run = read_json(self.dir / "run.json")
+        rewrite_json(self.dir / "run.json", {**run, SEALED: {"records": files, "config": digest_of(run.get("config"))}})
         for path in closed:
             path.unlink(missing_ok=True)
 

@@ -325,6 +325,12 @@ def seal(path: Path) -> dict[str, Any]:
     return {"rows": rows, "bytes": size, "sha256": digest.hexdigest()}
 
 
+def digest_of(config: Any) -> str:
+    """The same for a config in memory and the one that is read from its file: a key 1 is "1" there, and a tuple a list."""
+    filed = load_json(to_json(config or {}))
+    return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
+
+
 def read_bytes(path: Path, start: int = 0) -> bytes:
     try:
         with path.open("rb") as file:

@@ -36,7 +36,7 @@ from kit.results.records import (
     Columns,
     Row,
     RowWriter,
-    load_json,
+    digest_of,
     output_file,
     parse_lines,
     rank_name,
@@ -372,12 +372,6 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
         return ""
     there = gpu["gpus"][0]["name"] if gpu.get("gpus") else f"the GPU driver {gpu['driver']}"
     return f"this box has {there}: {why}"
-
-
-def digest_of(config: Any) -> str:
-    """The same for a config in memory and the one that is read from its file: a key 1 is "1" there, and a tuple a list."""
-    filed = load_json(to_json(config or {}))
-    return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
 
 
 def config_edited(info: Mapping[str, Any]) -> bool:

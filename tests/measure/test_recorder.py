@@ -18,6 +18,7 @@ from kit.draw.data import read
 from kit.errors import BadInput
 from kit.measure import Recorder
 from kit.results import Run
+from kit.results.run import CONFIG_EDITED
 from kit.view.report import chapter_tables
 
 ROOT = Path(__file__).parents[2]
@@ -307,6 +308,15 @@ def test_the_rank_that_closes_last_seals_the_rows_of_all(tmp_path, monkeypatch, 
     file = run.dir / f"records.node{last}.jsonl"
     file.write_text(file.read_text().partition("\n")[2])
     assert Run(run.dir).notes == [f"{file.name}: 1 row of 2 is missing"]
+
+
+def test_a_config_that_is_edited_after_the_end_is_named(tmp_path):
+    with Recorder(tmp_path / "r", rank=0, world_size=1, config={"lr": 0.1, "shape": (2, 3), "path": "\udcff"}) as rec:
+        rec.record("x", 1)
+    assert Run(tmp_path / "r").notes == []
+    path = tmp_path / "r" / "run.json"
+    path.write_text(path.read_text().replace("0.1", "0.2"))
+    assert Run(tmp_path / "r").notes == [CONFIG_EDITED]
 
 
 @pytest.mark.slow

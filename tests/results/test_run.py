@@ -31,7 +31,7 @@ from kit.results import (
 )
 from kit.results.records import read_bytes
 from kit.results.rules import TooFewCycles, null
-from kit.results.run import INDEX, find_run, write_junit
+from kit.results.run import CONFIG_EDITED, INDEX, find_run, write_junit
 
 
 def drift(frame, config):
@@ -268,6 +268,14 @@ def test_what_an_accident_changed_in_a_run_that_has_ended_is_named(judged, accid
     suite = write_junit([(run, run.verdict())], judged / "checks.xml").read_text()
     assert all(note in suite for note in notes)
     assert suite.count("<error") == bool(notes)
+
+
+def test_no_check_measures_a_run_whose_config_was_edited(judged):
+    edit_the_config(judged)
+    verdict = Run(judged, rules=checks).verdict()
+    assert {(row.measured, row.passed, row.why) for row in verdict} == {
+        (None, False, f"could not be judged: {CONFIG_EDITED}")
+    }
 
 
 def test_a_verdict_that_is_written_after_the_end_belongs_to_the_run(tmp_path, record):
