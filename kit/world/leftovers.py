@@ -99,7 +99,9 @@ def is_unlocked(folder: Path) -> bool:
 def remove_folder(folder: Path) -> None:
     """Remove a World's folder. A process that has not ended yet may make a file in it meanwhile, so once is not enough."""
     deadline = time.monotonic() + REMOVED_S
+    shutil.rmtree(folder, ignore_errors=True)
     while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
         shutil.rmtree(folder, ignore_errors=True)
 
 

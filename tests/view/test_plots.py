@@ -11,7 +11,7 @@ from kit.draw.picture import Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.measure import Recorder
-from kit.results import Run, Verdict, VerdictRow
+from kit.results import Row, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot_run
 
 
@@ -86,6 +86,15 @@ def test_levels_start_after_a_baseline(make_run):
 def test_a_partial_run_and_one_without_records(make_run):
     assert "running" in plot_run(make_run(finish=False)).get_suptitle()
     assert any("no phase has been measured" in word for word in words(plot_run(make_run(cycles=0))))
+
+
+def test_the_heading_of_a_run_that_has_begun_counts_ranks_without_rows(tmp_path):
+    writer = create_run(tmp_path, "smoke", {"ranks": 2}, {})
+    where = {"run": writer.id, "lab": "smoke", "phase": "make", "cycle": 0, "rank": 0}
+    writer.append([Row(**where, metric="seconds", value=1.0, unit="s", time=1.8e9)])
+    assert plot_run(Run(writer.dir)).get_suptitle() == "smoke · 2 ranks · 1 cycle · running"
+    writer.set_config({"ranks": "two"})
+    assert "· 1 rank ·" in plot_run(Run(writer.dir)).get_suptitle()
 
 
 def test_a_run_of_ones_own(tmp_path):

@@ -52,6 +52,14 @@ def test_a_folder_goes_although_a_process_that_ends_still_writes_in_it(dead: str
     writer.join(10)
 
 
+def test_a_folder_that_cannot_be_removed_keeps_no_core_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tries: list[Path] = []
+    monkeypatch.setattr(leftovers.shutil, "rmtree", lambda folder, **_: tries.append(folder))
+    monkeypatch.setattr(leftovers, "REMOVED_S", 0.2)
+    leftovers.remove_folder(tmp_path)
+    assert 1 <= len(tries) <= 102
+
+
 def sleeper(mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: mark}, start_new_session=True)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kit.labs.offload.ranks.rehearsals import restore_fails
+from kit.labs.offload.ranks.rehearsals import restore_fails, without_socket_warnings
 from kit.measure.observers.tensors import TensorState
 from kit.results import VerdictRow
 from tests.labs.offload import moved
@@ -38,3 +41,30 @@ def test_what_is_missing_in_the_error_is_counted() -> None:
 def test_a_reload_whose_memory_cannot_be_refused_is_not_judged() -> None:
     row = rehearsed(moved.Unseen)
     assert (row.passed, row.measured) == (None, None)
+
+
+def test_all_of_what_is_printed_during_a_rehearsal_reaches_a_slow_reader() -> None:
+    text, got, stuck = b"a line of torch\n" * 20_000, bytearray(), threading.Event()
+    reading, writing = os.pipe()
+
+    def read() -> None:
+        stuck.wait(10)  # the pipe is full, and a signal has cut the write
+        while data := os.read(reading, 2**16):
+            got.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before, usual = os.dup(2), signal.signal(signal.SIGALRM, lambda *_: stuck.set())
+    os.dup2(writing, 2)
+    os.close(writing)
+    try:
+        with without_socket_warnings():
+            os.write(2, b"[W] waitForInput\n" + text)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        signal.signal(signal.SIGALRM, usual)
+    reader.join(10)
+    os.close(reading)
+    assert bytes(got) == text

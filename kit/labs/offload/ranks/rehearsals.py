@@ -119,7 +119,8 @@ def without_socket_warnings() -> Iterator[None]:
             os.dup2(before, 2)
             os.close(before)
             caught.seek(0)
-            os.write(2, b"".join(line for line in caught if b"waitForInput" not in line))
+            with os.fdopen(2, "wb", closefd=False) as out:  # a pipe may take only a part at once
+                out.writelines(line for line in caught if b"waitForInput" not in line)
 
 
 def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
