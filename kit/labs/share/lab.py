@@ -373,6 +373,8 @@ def plan(config: ShareConfig) -> list[Step]:
         phases = {MAIN: 3, "scripted": 3, "rehearse": 6}
         if own == ("pipeline",):  # no script runs it
             del phases["scripted"]
+        if not config.rehearse:
+            del phases["rehearse"]
         return explored + [Step(cycle, phase, driver=f"{DRIVER}:{phase}") for phase, cycle in phases.items()]
     controls = config.controls == "all" and len(config.loops) > 1
     with_adapters = tuple(f"{name} {TRAINER}" for name, loop in config.loops.items() if loop.adapters)

@@ -112,6 +112,7 @@ def test_the_phases_follow_from_the_config() -> None:
     assert phases(scenario="A", controls="all") == ["prepare", "alone_a", "shared", "rehearse", "end"]
     assert phases(gate="3") == phases(scenario="A")
     assert phases(simulated=True) == ["shared", "scripted", "rehearse"]
+    assert phases(simulated=True, rehearse=False) == ["shared", "scripted"]
 
 
 def test_a_simulated_run_needs_no_trainer() -> None:
