@@ -196,7 +196,7 @@ _HEAD = ("", "check", "measured", "limit", "why")
 
 def _in_short(row: VerdictRow) -> str:
     measured = "" if row.measured is None else f" at {row.measured!r}"
-    return f"{MARKS[row.passed].word}{measured}, limit {row.limit!r} {row.unit}".rstrip()
+    return f"{MARKS[row.passed].word}{measured}, limit {row.limit!r} {unit_word(row.unit)}".rstrip()
 
 
 def number_text(value: float) -> str:
