@@ -339,7 +339,8 @@ def run_lab(
     lines += unmeasured_notes(made, verdict, strict=strict)
     rows = verdict.to_json() if verdict is not None else None
     state = "stopped" if status == 130 else "failed" if error else "finished"
-    lines += [f"note: {note}" for note in made.notes if state == "finished"]
+    if state == "finished":  # after a Ctrl-C, pandas may be half imported
+        lines += [f"note: {note}" for note in made.notes]
     data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
     return CommandAnswer(data, "\n".join(lines), status)
 

@@ -759,7 +759,7 @@ class Lab:
             self._end_following,  # a tracker may wait for its server, and a person may interrupt that: the run is kept before
         )
         for each in (*keep, self._tell_panels):
-            with contextlib.suppress(KitError, OSError):
+            with contextlib.suppress(KitError, OSError, KeyboardInterrupt):  # a second Ctrl-C skips only one of these
                 each()
 
     def _end_following(self) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -526,6 +526,20 @@ def test_a_driven_step_can_be_stopped(own: Definition, runs: Path, nothing_left:
             lab.step()
         assert lab.world.state == "idle"
     assert "stopped" in lab.error
+
+
+def test_a_second_interrupt_while_the_verdict_is_made_leaves_a_closed_run(
+    own: Definition, runs: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(lab: Lab) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lab, "verdict", interrupted)
+    with Lab(driven(own, "patient"), {}, observe=Stops) as lab:
+        lab.step()
+        with pytest.raises(KeyboardInterrupt):
+            lab.step()
+        assert Run(lab.dir).status == "stopped"
 
 
 @pytest.mark.slow
