@@ -731,6 +731,8 @@ def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | N
     try:
         if ask == TESTS:
             state, by = by_tests(copy, known, room, statements_at(room, place))
+            if state == "survived" and before is not None and not before.holds:
+                return before  # runs of its lab are left
         else:
             state, by = by_lab(copy, known, room, place, through, runs=1 if ask == FIRST else None)
             if (state, ask) == ("untested", FIRST):
@@ -845,9 +847,16 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
 
 
 def run_all(
-    rooms: Sequence[Room], count: int, seed: str, results: Path, workers: int, *, tested: bool, end: float = math.inf
+    rooms: Sequence[Room],
+    count: int,
+    seed: str,
+    results: Path,
+    workers: int,
+    *,
+    passes: Sequence[str] = (FIRST, LAB, TESTS),
+    end: float = math.inf,
 ) -> None:
-    """Run each lab once on what has no result yet, then all its runs on what that lets through; with `tested`, then the tests.
+    """Run each lab once on what has no result yet, then all its runs on what that lets through, then the tests.
 
     No mutant begins after `end`, a time of `time.monotonic`.
     """
@@ -855,7 +864,7 @@ def run_all(
         reaches = Map(Path(name) / "map")
         copies = [Copy(Path(name) / str(number)) for number in range(workers)]
         places_drawn = draw(rooms, count, seed)
-        for ask in (FIRST, LAB, TESTS)[: 2 + tested]:
+        for ask in passes:
             run_pass({room.name: room for room in rooms}, places_drawn, results, reaches, copies, ask=ask, end=end)
         count_runs(rooms, places_drawn, results)
         for copy in (reaches.copy, *copies):
@@ -888,7 +897,8 @@ def run_pass(
                 print(f"no result  {place.id}: {busy}", flush=True)
                 continue
             with lock:
-                note(results, outcome)
+                if outcome is not before.get(place.id):
+                    note(results, outcome)
                 words = f"{outcome.id} {outcome.file}:{outcome.line} {outcome.change}: {', '.join(outcome.by)}"
                 print(f"{outcome.state:8} {outcome.seconds:5.1f} s  {words}", flush=True)
 
@@ -922,10 +932,15 @@ def count_runs(rooms: Sequence[Room], places_drawn: Sequence[Place], results: Pa
 
 
 def is_left(outcome: Outcome | None, ask: str) -> bool:
-    """Whether a mutant waits for what is asked now; an older result of a lab that has changed waits for all of its runs."""
+    """Whether a mutant waits for what is asked now; an older result of a lab that has changed waits for all of its runs.
+
+    What tests see before those runs is not seen by the lab alone, whatever they would have said.
+    """
     if outcome is None:
         return ask == FIRST
-    return (outcome.state == "untested" and outcome.holds) if ask == TESTS else ask == LAB and not outcome.holds
+    if ask == TESTS:
+        return outcome.state == "untested" or not outcome.holds
+    return ask == LAB and not outcome.holds
 
 
 def read(results: Path, places_drawn: Sequence[Place]) -> list[Outcome]:
@@ -1018,14 +1033,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=1, help="mutants at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many")
-    parser.add_argument("--no-tests", action="store_true", help="leave what the labs let through for later")
+    parser.add_argument(
+        "--ask", action="append", choices=(FIRST, LAB, TESTS), help="only these passes: a first run, all runs, tests"
+    )
     parser.add_argument("--no-runs", action="store_true", help="write the page from the results")
     parser.add_argument("--no-page", action="store_true", help="leave docs/mutants.md as it is")
     asked = parser.parse_args()
     rooms = [room for room in ROOMS if not asked.room or room.name in asked.room]
     if not asked.no_runs:
         end = time.monotonic() + 60 * asked.minutes
-        run_all(rooms, asked.count, asked.seed, asked.results, asked.workers, tested=not asked.no_tests, end=end)
+        passes = asked.ask or (FIRST, LAB, TESTS)
+        run_all(rooms, asked.count, asked.seed, asked.results, asked.workers, passes=passes, end=end)
     if not asked.no_page:
         places_drawn = draw(ROOMS, COUNT, asked.seed)
         write(PAGE, read(asked.results, places_drawn), Counter(place.room for place in places_drawn))

@@ -339,18 +339,49 @@ def test_each_pass_takes_what_waits_for_it() -> None:
 
     assert [ask for ask in ("first", "lab", "tests") if mechanical.is_left(None, ask)] == ["first"]
     assert {state: left(state, now) for state in ("begun", "untested", "survived", "check", "tests")} == {
-        "begun": ["lab"],
+        "begun": ["lab", "tests"],
         "untested": ["tests"],
         "survived": [],
         "check": [],
         "tests": [],
     }
     assert {state: left(state, "before") for state in ("begun", "untested", "survived", "check")} == {
-        "begun": ["lab"],
-        "untested": ["lab"],
-        "survived": ["lab"],
+        "begun": ["lab", "tests"],
+        "untested": ["lab", "tests"],
+        "survived": ["lab", "tests"],
         "check": [],
     }
+
+
+@pytest.mark.parametrize(("seen", "state"), [(False, "begun"), (True, "tests")])
+def test_what_tests_let_through_still_waits_for_the_runs_of_its_lab(
+    seen: bool, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(TWO_WAYS)
+
+    class Copy:
+        def change(self, place: mechanical.Place) -> str:
+            return "a change"
+
+        def restore(self, place: mechanical.Place) -> None: ...
+
+        def tests(self, names: list[str], limit_s: float) -> tuple[str, list[str]]:
+            return ("tests", names) if seen else ("survived", [])
+
+    class Map:
+        def of_tests(self, folder: str) -> dict[str, mechanical.Reach]:
+            return {"a.py::test": mechanical.Reach({("a.py", 14)}, 1.0)}
+
+    copy: Any = Copy()
+    known: Any = Map()
+    room, place = (
+        ROOMS[0]._replace(files=(), tests=("tests",)),
+        mechanical.Place(ROOMS[0].name, "a.py", 14, "AddNot", 0),
+    )
+    monkeypatch.setattr(mechanical, "judges", lambda room: "today")
+    before = outcome(room.name, "begun", 0)
+    assert mechanical.judged(copy, known, room, place, before, ask="tests").state == state
 
 
 def test_other_runs_of_a_room_are_other_judges() -> None:
