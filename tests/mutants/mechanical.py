@@ -115,6 +115,7 @@ STREAM = "run stream --set simulated=true --set ranks=1"
 LIVE = "run stream --set steps=3 --set worlds=0"
 SHARED = "run share --set simulated=true"
 ADAPTED = "run share --set scenario=C --set rehearse=false --set worlds=0"
+TOKENS = "run split --set ranks=2 --set chunks=[1,2] --set microbatches=4 --set steps=2 --set dtype=float32 --set level=tokens"
 SMALL_SPLIT, SMALL_SYNC = runs_of("split")[0], runs_of("sync")[0]
 OWN_SAMPLER = "--set sampler=docs.examples.own_sampler:InOrder"
 CACHED = f"{SMALL_SYNC} --set arena=cache"  # its trainer is released without copies of its weights
@@ -140,6 +141,7 @@ ROOMS = (
             *runs_of("split"),
             f"{SMALL_SPLIT} --set backend=fsdp2 --set batching=packed",
             f"{SMALL_SPLIT} --set backend=fsdp2 --set batching=dynamic --set recipe=nll",
+            f"{TOKENS} --set ep=2 --set experts=4 --set reduce=mean --set layers=2",
             f"{SMALL_SPLIT} --set kl=0.05 --set kl_kind=k2 --set kl_output_clamp=0.01 --set kl_input_clamp=0.5",
         ),
         ("tests/train", "tests/megatron"),
@@ -221,6 +223,7 @@ EQUIVALENT = {
     "sync-1819a09e": "equivalent: every `how` comes from the file's tables, which hold this one object, and stays in its process",
     "sync-63904441": "equivalent: every caller gives the replica by its place",
     "split-03bb130d": "equivalent: nothing reads it before `begin`, which makes it anew",
+    "share-fefec64a": "equivalent: a pipeline whose request waits has no replica, so it adds nothing to what is divided",
     "split-01c135d2": "equivalent: the pieces of one call are rows of one batch, so all of them have its length",
 }
 
@@ -259,6 +262,7 @@ WHY = {
     "split-4ceac1c1": "only how fast a step is: it is a guess, which `finish` corrects by a further pass",
     "split-40ded642": "only a row of one token, which predicts nothing, tells them apart",
     "split-832921c0": "only how fast a step is",
+    "share-a7e50bd1": "only for an error that no scene sends: the clock's, or a doubled one",
     "share-cdb2c53a": "only when the desk repeats a request that it does not answer",
     "stream-81e381dc": WORDS,
     "stream-a1e8b92e": KITS_OWN,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,43 @@ def test_what_tests_let_through_still_waits_for_the_runs_of_its_lab(
     monkeypatch.setattr(mechanical, "judges", lambda room: "today")
     before = outcome(room.name, "begun", 0)
     assert mechanical.judged(copy, known, room, place, before, ask="tests").state == state
+
+
+@pytest.mark.parametrize(("lab_sees", "state"), [(False, "tests"), (True, "check")])
+def test_what_tests_saw_stays_seen_where_its_lab_is_asked_again(
+    lab_sees: bool, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    monkeypatch.setattr(mechanical, "key_of_lab", str)
+    monkeypatch.setattr(mechanical, "judges", lambda room: "today")
+    (tmp_path / "a.py").write_text(TWO_WAYS)
+    room = Room(ROOMS[0].name, ("a.py",), ("one",), ())
+    place = mechanical.Place(room.name, "a.py", 14, "AddNot", 0)
+    results = tmp_path / "drawn.jsonl"
+    before = outcome(room.name, "tests", 0)
+    before.id = place.id
+    mechanical.note(results, before)
+
+    class Copy:
+        def change(self, place: mechanical.Place) -> str:
+            return "a change"
+
+        def restore(self, place: mechanical.Place) -> None: ...
+
+        def run(self, arguments: str, mode: str, limit_s: float) -> tuple[str, list[str]]:
+            return ("check", ["a_check"]) if lab_sees else ("survived", [])
+
+    class Map:
+        def of_run(self, room: Room, arguments: str) -> mechanical.Reach:
+            return mechanical.Reach({("a.py", 14)}, 1.0)
+
+    known: Any = Map()
+    copies: list[Any] = [Copy()]
+    rooms = {room.name: room}
+    mechanical.run_pass(rooms, [place], results, known, copies, ask="lab", end=math.inf)
+    assert len(results.read_text().splitlines()) == 1, "nothing asked for it"
+    mechanical.run_pass(rooms, [place], results, known, copies, ask="lab", again=[place.id], end=math.inf)
+    assert [each.state for each in mechanical.read(results, [place])] == [state]
 
 
 def test_other_runs_of_a_room_are_other_judges() -> None:
