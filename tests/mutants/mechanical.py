@@ -965,9 +965,11 @@ statements. The lab runs on each mutant, by commands that a person may type, wit
 of the function, at least twice in all. What that lets through goes to the nearest quick tests, as many as take {minutes:g} minutes
 together, and where a person named one to a slow test. What never reaches the changed statement is left out. The results are in
 `tests/mutants/drawn.jsonl`; each holds until the source of its function changes. The order is by a hash too, so those that have run are a
-sample of each room. Shares have their 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them;
-both shares count them, and *untested* ones, of which a run of the lab or the tests are left, as not seen. *unreached* are those of them
-whose statement no run of the lab reaches on this machine, which has no GPU."""
+sample of each room. Shares have their 95 % interval (Wilson); *untested* mutants, of which a run of the lab or the tests are left, count
+as not seen. *mended* mutants were not seen until somebody read them and wrote a check or a test: only the last share has them, and it
+says what is seen today, not what would be seen of other mutants. Many had their tests before all runs of their lab, so that the share of
+the lab alone is the least that it sees. *unreached* are those of what nothing sees whose statement no run of the lab reaches on this
+machine, which has no GPU."""
 
 
 def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
@@ -983,15 +985,15 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         counted = len(states) - count["equivalent"]
         by_lab = count["check"] + count["broke"]
         either = by_lab + count["tests"]
-        shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
+        shares = [share_in_words(seen, counted) for seen in (by_lab, either, either + count["mended"])]
         count["untested"] += count["begun"]
-        left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
+        left = [count[state] for state in ("survived", "untested", "equivalent")]
         unseen = [each for each in outcomes if each.state not in SEEN and each.id not in EQUIVALENT]
         left.append(sum(each.runs == 0 for each in unseen if name in ("all", each.room)))
         size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
         rows.append([name, size, len(states), count["check"], count["broke"], *shares, *left])
-    head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests"]
-    head += ["mended", "survived", "untested", "equivalent", "unreached"]
+    head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests", "or mended"]
+    head += ["survived", "untested", "equivalent", "unreached"]
     left_rows = [
         [
             outcome.id,
