@@ -253,3 +253,10 @@ def test_nobody_listens() -> None:
         address = listener.address
     with pytest.raises(PeerGone, match=r"sender is gone \(waiting for a connection\)"):
         call(address, "receiver", peer="sender", timeout_s=1)
+
+
+def test_a_closed_listener_says_so_at_once() -> None:
+    listener = Listener()
+    listener.close()
+    with pytest.raises(KitError, match="the listener is closed"):
+        listener.await_calls(["anybody"], 5.0)
