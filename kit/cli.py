@@ -423,7 +423,11 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     if args.junit:
         output_file(args.junit)
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
-    verdict, stored = run.verdict(), run.stored_verdict()
+    verdict, stored = run.verdict(), None
+    with (
+        contextlib.suppress(BadInput) if run.alterations else contextlib.nullcontext()
+    ):  # a damaged one is among the notes
+        stored = run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
     status = 3 if run.broke else results.exit_code(verdict, strict=args.strict) or int(bool(run.alterations))
     if args.junit:

@@ -640,6 +640,16 @@ def test_a_run_that_lost_rows_fails_its_check(cli: Cli, tmp_path: Path, capsys: 
         assert "note: records.jsonl: 1 row of 3 is missing" in capsys.readouterr().out
 
 
+def test_a_run_whose_verdict_is_damaged_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = create_run(tmp_path, "unknown", {}, {}, out=tmp_path / "run")
+    writer.append([Row(metric="seconds", value=1.0, run=writer.id, lab=writer.lab, phase="p", unit="s", time=1.8e9)])
+    writer.write_verdict(Verdict([VerdictRow(check="x", measured=0, limit=1, unit="", passed=True, why="")]))
+    writer.finish()
+    (writer.dir / "verdict.json").write_text("[{")
+    assert main(["check", str(writer.dir)]) == 1
+    assert "note: the stored verdict is damaged: `kit check` judges the records again" in capsys.readouterr().out
+
+
 def test_a_command_that_takes_long_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kit.cli.FIRST_LINE_S", 0.01)
     monkeypatch.setattr("kit.cli.LINE_S", 0.01)

@@ -43,7 +43,7 @@ from kit.results.records import (
     RowsLost,
     RowWriter,
     checked_ids,
-    digest_of,
+    digests_of,
     load_json,
     read_json,
     rewrite_json,
@@ -242,7 +242,7 @@ class Recorder:
             return
         files = {path.name: seal(path) for path in self.dir.glob(PATTERN)}
         run = read_json(self.dir / "run.json")
-        rewrite_json(self.dir / "run.json", {**run, SEALED: {"records": files, "config": digest_of(run.get("config"))}})
+        rewrite_json(self.dir / "run.json", {**run, SEALED: {"records": files, **digests_of(run)}})
         for path in closed:
             path.unlink(missing_ok=True)
 

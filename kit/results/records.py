@@ -49,7 +49,10 @@ COLUMNS = tuple(TYPES)
 OPTIONAL = ("text", "ids", "start")
 REQUIRED = COLUMNS[: -len(OPTIONAL)]
 OWN_LAB = "own"  # the lab of a run that a person's own job writes, unless it names one
-SEALED = "sealed"  # in run.json: the count and digest of rows and verdict when the run ended
+SEALED = (
+    "sealed"  # in run.json: the count and digest of rows and verdict when the run ended, and digests of these facts
+)
+SEALED_FACTS = ("config", "lab", "fault")
 SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
 STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it
 NOTEBOOK = -1  # the rank of what the notebook side recorded
@@ -325,9 +328,13 @@ def seal(path: Path) -> dict[str, Any]:
     return {"rows": rows, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def digest_of(config: Any) -> str:
+def digests_of(info: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest_of(info.get(name)) for name in SEALED_FACTS}
+
+
+def digest_of(fact: Any) -> str:
     """The same for a config in memory and the one that is read from its file: a key 1 is "1" there, and a tuple a list."""
-    filed = load_json(to_json(config or {}))
+    filed = load_json(to_json(fact or {}))
     return hashlib.sha256(json.dumps(filed, sort_keys=True).encode()).hexdigest()
 
 

@@ -36,7 +36,7 @@ from kit.results.records import (
     Columns,
     Row,
     RowWriter,
-    digest_of,
+    digests_of,
     output_file,
     parse_lines,
     rank_name,
@@ -72,7 +72,7 @@ NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run name
 RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name of any folder
 LONGEST = 120  # characters of a label
 SHOWN_NAMES = 4  # of several runs with one name
-CONFIG_EDITED = "run.json: the config was edited after the run ended"
+EDITED = "run.json: the {} was edited after the run ended"
 BROKEN = ("stopped", "interrupted", "failed")
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
@@ -189,7 +189,7 @@ class Run:
             return []
         self._load()
         known = sealed["records"]
-        changes = [CONFIG_EDITED] if config_edited(self.info()) else []
+        changes = edited_facts(self.info())
         changes += [change for name, wrote in known.items() if (change := self._altered(name, wrote))]
         if not self.own:
             changes += [f"{name} was added after the run ended" for name in self._files if name not in known]
@@ -322,8 +322,8 @@ class Run:
             copied = frame.copy()
             copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            if config_edited(self.info()):
-                kept = Measured(None, CONFIG_EDITED, failed=True)
+            if edited := edited_facts(self.info()):
+                kept = Measured(None, edited[0], failed=True)
                 answers: list[Answer] = [(rule, kept) for rule in rules]
                 self._answers = frame, (config, whole), answers
                 return answers
@@ -374,9 +374,10 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
     return f"this box has {there}: {why}"
 
 
-def config_edited(info: Mapping[str, Any]) -> bool:
-    digest = (info.get(SEALED) or {}).get("config")
-    return digest is not None and digest != digest_of(info.get("config"))
+def edited_facts(info: Mapping[str, Any]) -> list[str]:
+    """What run.json says otherwise than when the run ended, a sentence each. Older kits sealed fewer facts."""
+    sealed = info.get(SEALED) or {}
+    return [EDITED.format(name) for name, now in digests_of(info).items() if sealed.get(name, now) != now]
 
 
 def label_in(path: Path) -> str:
@@ -635,7 +636,7 @@ class RunWriter:
         """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
         status = "stopped" if stopped else "finished" if error is None else "failed"
-        sealed: dict[str, Any] = {"records": {}, "config": digest_of(self._info["config"]), **self._verdict_seal()}
+        sealed: dict[str, Any] = {"records": {}, **digests_of(self._info), **self._verdict_seal()}
         with contextlib.suppress(OSError):  # the records were removed; the run still has its end
             sealed["records"] = {"records.jsonl": seal(self.dir / "records.jsonl")}
         self._update(finished=utc(), status=status, error=error, **{SEALED: sealed})

@@ -21,8 +21,8 @@ from kit.results.run import (
     LABEL,
     Run,
     checked_info,
-    config_edited,
     early_end,
+    edited_facts,
     label_in,
     run_name,
     stamp_of,
@@ -104,7 +104,7 @@ def changed_since(folder: Path, info: Mapping[str, Any], stored: Verdict | None)
     ]
     if any(-math.inf < more < 0 for more in grown):
         return LOST
-    edited = config_edited(info) or any(more > 0 for more in grown)
+    edited = edited_facts(info) or any(more > 0 for more in grown)
     return EDITED if edited or (stored is not None and sealed.get("verdict", stored.digest) != stored.digest) else ""
 
 

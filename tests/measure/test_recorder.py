@@ -18,7 +18,7 @@ from kit.draw.data import read
 from kit.errors import BadInput
 from kit.measure import Recorder
 from kit.results import Run
-from kit.results.run import CONFIG_EDITED
+from kit.results.run import EDITED
 from kit.view.report import chapter_tables
 
 ROOT = Path(__file__).parents[2]
@@ -316,7 +316,7 @@ def test_a_config_that_is_edited_after_the_end_is_named(tmp_path):
     assert Run(tmp_path / "r").notes == []
     path = tmp_path / "r" / "run.json"
     path.write_text(path.read_text().replace("0.1", "0.2"))
-    assert Run(tmp_path / "r").notes == [CONFIG_EDITED]
+    assert Run(tmp_path / "r").notes == [EDITED.format("config")]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from kit.results import (
 )
 from kit.results.records import read_bytes
 from kit.results.rules import TooFewCycles, null
-from kit.results.run import CONFIG_EDITED, INDEX, find_run, write_junit
+from kit.results.run import EDITED, INDEX, find_run, write_junit
 
 
 def drift(frame, config):
@@ -134,7 +134,7 @@ def test_ranks_that_share_the_only_gpu_say_nothing_of_nvlink(folder, device, gpu
 def test_records_that_a_complete_run_lacks(folder, info, complete, passed):
     (folder / "records.jsonl").write_text("")
     path = folder / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **info}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sealed": None, **info}))
     row = Run(folder, rules=checks, complete=complete).verdict()[0]
     assert (row.passed, row.measured) == (passed, None)
 
@@ -142,7 +142,7 @@ def test_records_that_a_complete_run_lacks(folder, info, complete, passed):
 def test_what_is_missing_is_judged_anew_when_the_run_ends(folder):
     (folder / "records.jsonl").write_text("")
     path = folder / "run.json"
-    info = {**json.loads(path.read_text()), "fault": "leak"}
+    info = {**json.loads(path.read_text()), "sealed": None, "fault": "leak"}
     path.write_text(json.dumps({**info, "status": "running"}))
     run = Run(folder, rules=checks)
     assert run.verdict()[0].passed is None
@@ -190,6 +190,16 @@ def edit_the_verdict(folder):
 def edit_the_config(folder):
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**info, "config": {"cycles": "3"}}))
+
+
+def edit_the_fault(folder):
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "fault": "leak"}))
+
+
+def edit_the_lab(folder):
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "lab": "other"}))
 
 
 def break_the_verdict(folder):
@@ -247,6 +257,8 @@ def test_any_config_of_a_persons_own_job_is_found_as_it_was_written(tmp_path, co
         (copy_rows, ["records (1).jsonl was added after the run ended"]),
         (edit_the_verdict, ["the stored verdict was edited: `kit check` judges the records again"]),
         (edit_the_config, ["run.json: the config was edited after the run ended"]),
+        (edit_the_fault, ["run.json: the fault was edited after the run ended"]),
+        (edit_the_lab, ["run.json: the lab was edited after the run ended"]),
         (break_the_verdict, ["the stored verdict is damaged: `kit check` judges the records again"]),
         (lose_the_verdict, ["the stored verdict is missing: `kit check` judges the records again"]),
         (
@@ -274,7 +286,7 @@ def test_no_check_measures_a_run_whose_config_was_edited(judged):
     edit_the_config(judged)
     verdict = Run(judged, rules=checks).verdict()
     assert {(row.measured, row.passed, row.why) for row in verdict} == {
-        (None, False, f"could not be judged: {CONFIG_EDITED}")
+        (None, False, f"could not be judged: {EDITED.format('config')}")
     }
 
 
