@@ -641,7 +641,7 @@ def test_a_run_that_lost_rows_fails_its_check(cli: Cli, tmp_path: Path, capsys: 
 
 
 def test_a_run_whose_verdict_is_damaged_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    writer = create_run(tmp_path, "unknown", {}, {}, out=tmp_path / "run")
+    writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "run")
     writer.append([Row(metric="seconds", value=1.0, run=writer.id, lab=writer.lab, phase="p", unit="s", time=1.8e9)])
     writer.write_verdict(Verdict([VerdictRow(check="x", measured=0, limit=1, unit="", passed=True, why="")]))
     writer.finish()

@@ -122,7 +122,7 @@ CASES = (
     Case("sync", "broadcast_sync:BroadcastsWithAStaleTensor", "bit_exact", field="implementation"),
     Case("sync", "checkpoint_sync:Folders", field="implementation"),
     Case("sync", "checkpoint_sync:FoldersThatArePublishedFirst", "version_order", field="implementation"),
-    Case("sync", "checkpoint_sync:Exported", field="implementation"),
+    Case("sync", "exported_sync:Exported", field="implementation"),
     Case("sync", "bucket_sync:HostBuckets", field="implementation"),
     # the sync lab, engines
     Case("sync", "own_engine:Plain", field="serve"),

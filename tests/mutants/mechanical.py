@@ -157,7 +157,7 @@ ROOMS = (
             f"{SMALL_SYNC} --set receiver=kit.sync.protocols:SglangSession",
             f"{SMALL_SYNC} --set delta=word --set lr=3e-6 --set dtype=bfloat16",  # some words change
             CACHED,
-            f"{SMALL_SYNC} --set implementation=docs.examples.checkpoint_sync:Exported",  # by a folder of weights
+            f"{SMALL_SYNC} --set implementation=docs.examples.exported_sync:Exported",  # by a folder of weights
             f"{SMALL_SYNC} --set verify_share=0.5",
         ),
         ("tests/sync", "tests/megatron"),
