@@ -27,11 +27,11 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert unanswered(verdict) == {"others_untouched"}
     asked = [check.name for check in find("sync").all_rules() if check.name not in OF_OTHER_SETTINGS]
     assert [row.check for row in verdict] == asked
-    assert "; SHA-256 of 26 tensors, 28 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
+    assert "; SHA-256 of 26 tensors, 29 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
     assert "training changed 16 or more tensors per cycle" in why(verdict, "trained_changed")
     assert "7 syncs to replicas without weights" in why(verdict, "every_parameter_written")
-    early = "activate, alone, both, calls that must be refused, emptied, expansion, late, middle, missing, mute, packed"
+    early = "activate, alone, both, calls that must be refused, emptied, expansion, gone, late, middle, missing, mute, packed"
     later = "publish, refill, refresh, silent, transport, unfit, unlike, unsent, wrong-bytes"
     assert f"{early}, {later}" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
