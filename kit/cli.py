@@ -424,9 +424,7 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
         output_file(args.junit)
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = run.verdict(), None
-    with (
-        contextlib.suppress(BadInput) if run.alterations else contextlib.nullcontext()
-    ):  # a damaged one is among the notes
+    if not any("verdict is damaged" in note for note in run.alterations):
         stored = run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
     status = 3 if run.broke else results.exit_code(verdict, strict=args.strict) or int(bool(run.alterations))

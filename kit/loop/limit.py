@@ -49,7 +49,7 @@ class time_limit:  # noqa: N801 - reads as a statement
 
     In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
     While this process has had less than half of that time on a processor, as on a busy machine, the limit is `at_most` seconds.
-    If it rings as the block ends, CPython raises it before the first line of `__exit__`: who goes on afterwards calls `end`.
+    If it rings as the block ends, CPython raises it before the first line of `__exit__`: code that continues afterwards must call `end`.
     """
 
     def __init__(self, seconds: float, error: type[BaseException], *, at_most: float = 0.0) -> None:
@@ -61,12 +61,12 @@ class time_limit:  # noqa: N801 - reads as a statement
     def __enter__(self) -> None:
         self.began = time.monotonic()
         self.outer = getattr(_ends, "at", math.inf)
-        self.limits = self.began + self.seconds < self.outer
-        if self.limits:
+        if self.began + self.seconds < self.outer:
             self.busy = time.process_time()  # slow enough to notice in every turn of a core
-            _ends.at = self.began + self.seconds
             self.bell: BySignal | ByThread
             self.bell = BySignal() if threading.current_thread() is threading.main_thread() else ByThread()
+            self.limits = True  # from here on `end` can take it back, also if a Ctrl-C ends this method
+            _ends.at = self.began + self.seconds
             self.bell.start(self.seconds, self.error, self.is_over)
 
     def is_over(self) -> bool:
@@ -90,12 +90,16 @@ def debugging() -> bool:
 
 
 class BySignal:
+    def __init__(self) -> None:
+        self.before: Any = signal.getsignal(signal.SIGALRM)
+        self.left = self.every = 0.0
+
     def start(self, seconds: float, error: type[BaseException], is_over: Callable[[], bool]) -> None:
         def ring(_: int, __: FrameType | None) -> None:
             if is_over() and not debugging():
                 raise error
 
-        self.before: Any = signal.signal(signal.SIGALRM, ring)
+        self.before = signal.signal(signal.SIGALRM, ring)
         self.left, self.every = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
 
     def stop(self, took: float) -> None:

@@ -185,14 +185,17 @@ class Runner:
             return f"{name} in {'its start' if event is None else f'the event {event.name}'}"
 
         try:
-            return returned(lambda: core.begin() if event is None else core.step(self.states[name], event), at)
+            state, commands = returned(
+                lambda: core.begin() if event is None else core.step(self.states[name], event), at
+            )
+            return state, tuple(commands)
         except KitError:
             raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            raise CoreRaised(
-                f"{at()} raised {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-            ) from error
+            # The last frame is here if the core has other arguments, or returns anything but a state and commands.
+            line = "" if where.filename == __file__ else f" ({Path(where.filename).name}, line {where.lineno})"
+            raise CoreRaised(f"{at()} raised {type(error).__name__}: {error}{line}") from error
 
     def _count(self, name: str, event: Event | None, second: int) -> None:
         before, count = self.second

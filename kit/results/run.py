@@ -32,10 +32,12 @@ from kit.results.records import (
     PATTERN,
     SCHEMA,
     SEALED,
+    SEALED_FACTS,
     TYPES,
     Columns,
     Row,
     RowWriter,
+    digest_of,
     digests_of,
     output_file,
     parse_lines,
@@ -106,7 +108,7 @@ class Run:
         self._info: tuple[Stamp, dict[str, Any]] | None = None
         self._files: dict[str, File] = {}
         self._loaded: tuple[Stamp, pd.DataFrame, list[str]] | None = None
-        self._answers: tuple[pd.DataFrame, tuple[dict[str, Any], bool], list[Answer]] | None = None
+        self._answers: tuple[pd.DataFrame, tuple[object, ...], list[Answer]] | None = None
         self.info()
 
     def info(self) -> dict[str, Any]:
@@ -318,16 +320,18 @@ class Run:
         explored = "explored" in (info.get("provenance") or {})
         done = self._complete or (self.status == "finished" and info.get("kit") == kit_version() and not explored)
         whole = done and "schema" in info
-        if self._answers is None or self._answers[0] is not frame or self._answers[1] != (config, whole):
+        edited = edited_facts(info)
+        asked = config, whole, self.lab, edited
+        if self._answers is None or self._answers[0] is not frame or self._answers[1] != asked:
             copied = frame.copy()
             copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            if edited := edited_facts(self.info()):
+            if edited:
                 kept = Measured(None, edited[0], failed=True)
                 answers: list[Answer] = [(rule, kept) for rule in rules]
-                self._answers = frame, (config, whole), answers
+                self._answers = frame, asked, answers
                 return answers
-            self._answers = frame, (config, whole), measure_checks(copied, config, rules, suspect, whole=whole)
+            self._answers = frame, asked, measure_checks(copied, config, rules, suspect, whole=whole)
         return self._answers[2]
 
     def shown_verdict(self) -> Verdict:
@@ -377,7 +381,9 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
 def edited_facts(info: Mapping[str, Any]) -> list[str]:
     """What run.json says otherwise than when the run ended, a sentence each. Older kits sealed fewer facts."""
     sealed = info.get(SEALED) or {}
-    return [EDITED.format(name) for name, now in digests_of(info).items() if sealed.get(name, now) != now]
+    return [
+        EDITED.format(name) for name in SEALED_FACTS if name in sealed and sealed[name] != digest_of(info.get(name))
+    ]
 
 
 def label_in(path: Path) -> str:
@@ -511,7 +517,7 @@ def checked_info(path: Path, info: object) -> dict[str, Any]:
     try:
         records = (info.get(SEALED) or {"records": {}})["records"]
         for name, wrote in records.items():
-            (path.parent / name, wrote["rows"] + 0, wrote["sha256"] + "")
+            (path.parent / name, wrote["rows"] + 0, wrote["sha256"] + "", wrote.get("bytes", 0) + 0)
     except (AttributeError, KeyError, TypeError):
         raise BadInput(f"{path} is damaged: {SEALED} must have the count and digest of each file of records") from None
     return info

@@ -71,8 +71,7 @@ def _not_chosen(end: Row, chosen: Mapping[Id, int] | None) -> str:
 
 
 def no_needless_waste(ledger: LoopLedger) -> Violations:
-    """Is every sample generated once, unless a sync, a failure or a lost replica made another attempt necessary, and none to its end in a
-    group that is aborted?"""
+    """Is every sample generated once, except after a sync, a failure or a lost replica, and are requests of aborted groups cancelled?"""
     ledger.need("sent", "group", "sample", "replica")
     ledger.need("tokens", "group", "sample", "count")
     at_sync, repeated, lost = ledger.setting("at_sync"), 0, 0

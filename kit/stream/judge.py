@@ -561,7 +561,7 @@ def samples_differ(ledger: LoopLedger) -> Violations:
 
 
 def order_fair(ledger: LoopLedger) -> Violations:
-    """Is each complete group selected before too many younger groups overtake it, and none before the version that it is meant for?"""
+    """Is each complete group selected before too many younger groups overtake it, and none before its target version?"""
     allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
     reserved, selected = ledger.need("reserved", "group"), ledger.need("selected", "group")
     age = {row["group"]: row.at for row in reversed(reserved)}

@@ -96,13 +96,30 @@ def test_the_limit_is_gone_after_the_block(thread: Callable[..., object]) -> Non
     assert signal.getsignal(signal.SIGALRM) is before
 
 
+def test_a_ctrl_c_as_a_limit_begins_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    for place, name in ((time, "process_time"), (signal, "setitimer")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, interrupted)
+            if name == "setitimer":
+                patched.setattr(limit.BySignal, "stop", lambda *_: signal.signal(signal.SIGALRM, before))
+            with pytest.raises(KeyboardInterrupt):
+                returned(lambda: None, lambda: "the sampler")
+        assert returned(lambda: "returned", lambda: "the sampler") == "returned"
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
 @THREADS
 def test_a_limit_that_rings_as_its_block_ends_is_taken_back(
     thread: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator is one instruction: what rings in it is raised as `__exit__` begins."""
     monkeypatch.setattr(limit, "TURN_S", 0.01)
-    monkeypatch.setattr(limit, "AGAIN_S", 0.05)
+    monkeypatch.setattr(limit, "AGAIN_S", 0.5)
 
     def ends_late(base: int = 3) -> int:
         return base**1_000_000
@@ -110,7 +127,7 @@ def test_a_limit_that_rings_as_its_block_ends_is_taken_back(
     def late_and_on() -> str:
         with pytest.raises(NeverReturned):
             returned(ends_late, lambda: "the sampler")
-        until = time.monotonic() + 0.15  # an alarm left behind would ring by now
+        until = time.monotonic() + 0.6  # an alarm left behind would ring by now
         while time.monotonic() < until:
             pass
         return f"went on, the limit ends at {limit._ends.at}"

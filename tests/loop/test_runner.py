@@ -70,6 +70,17 @@ def test_a_core_that_raises_is_named_with_its_event_and_its_line() -> None:
     assert isinstance(raised.value.__cause__, KeyError)
 
 
+class ReturnsNothing(Asks):
+    def step(self, state: int, event: Event) -> Any:
+        return None
+
+
+def test_a_core_that_returns_no_state_and_commands_is_named() -> None:
+    clock = VirtualClock()
+    with pytest.raises(CoreRaised, match=r"^a in the event answer raised TypeError: cannot unpack .*object$"):
+        Runner({"a": ReturnsNothing(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock).run()
+
+
 def test_time_is_virtual_and_the_ledger_has_everything_in_order() -> None:
     clock, rows = VirtualClock(), Memory()
     runner = Runner({"a": Asks(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock, ledger=rows)

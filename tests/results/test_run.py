@@ -290,6 +290,26 @@ def test_no_check_measures_a_run_whose_config_was_edited(judged):
     }
 
 
+def test_a_run_that_is_held_sees_an_edit_of_its_fault_and_that_it_was_taken_back(judged):
+    run = Run(judged, rules=checks)
+    right = (judged / "run.json").read_text()
+    before = [(row.passed, row.why) for row in run.verdict()]
+    edit_the_fault(judged)
+    assert {row.passed for row in run.verdict()} == {False}
+    (judged / "run.json").write_text(right)
+    os.utime(judged / "run.json", ns=(0, 0))
+    assert [(row.passed, row.why) for row in run.verdict()] == before
+
+
+@pytest.mark.parametrize("size", [None, "many"])
+def test_a_damaged_seal_is_of_its_run_alone(judged, size):
+    info = json.loads((judged / "run.json").read_text())
+    info["sealed"]["records"]["records.jsonl"]["bytes"] = size
+    (judged / "run.json").write_text(json.dumps(info))
+    with pytest.raises(BadInput, match="sealed must have the count and digest"):
+        Run(judged, rules=checks).info()
+
+
 def test_a_verdict_that_is_written_after_the_end_belongs_to_the_run(tmp_path, record):
     writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "run")
     writer.append([record(metric="rss", value=1.0, unit="B")])

@@ -462,7 +462,7 @@ def means_averaged(frame: pd.DataFrame, _: Config) -> Measured:
 
 
 def one_pass(frame: pd.DataFrame, _: Config) -> Measured:
-    """Does each microbatch run forward once, where all have as many tokens?"""
+    """Does each microbatch run forward once if all have equally many tokens?"""
     need_rehearsal(frame, "forward_passes")
     return promised(frame, "passes_repeated", right="each microbatch of rows without masked tokens ran forward once")
 

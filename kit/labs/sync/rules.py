@@ -549,16 +549,17 @@ def most_copies(config: Config) -> float:
 
 
 def no_second_copy(frame: pd.DataFrame, config: Config) -> Measured:
-    """Does a replica keep no copy of received weights after a sync, and the trainer no further one of every version?
+    """Do replicas and the trainer keep no further copy of the weights after a sync?
 
     The bytes of all tensors of a rank after each cycle, in copies of the whole model: on a replica compared with those before the first
     sync, on the trainer, without shared memory, with those after the second cycle."""
     older_kit(frame)
     weighed = frame[frame["metric"] == "tensor_bytes"]
     rows = weighed[weighed["phase"].isin(["verify", "rehearse"])]
-    settled = (weighed["cycle"] == SETTLED) & (weighed["phase"] == "verify")
-    # Of a replica the first of these is the one at the base.
-    before = weighed[(weighed["phase"] == "base") | settled].drop_duplicates("rank").set_index("rank")["value"]
+    of_trainer = weighed["rank"] < trainer_ranks(config)
+    settled = of_trainer & (weighed["cycle"] == SETTLED) & (weighed["phase"] == "verify")
+    of_base = ~of_trainer & (weighed["phase"] == "base")
+    before = weighed[of_base | settled].drop_duplicates("rank").set_index("rank")["value"]
     of_replicas = rows[rows["rank"] >= trainer_ranks(config)]
     if len(of_replicas) < receivers(config) * config["cycles"]:
         incomplete(f"tensors were weighed {len(of_replicas)} times instead of {receivers(config) * config['cycles']}")

@@ -145,7 +145,8 @@ def settings_in(names: list[str]) -> str:
 
 
 def not_restored(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [name for name, old in before.items() if old is not after[name] and old != after[name]]
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if (old := before.get(name)) is not (new := after.get(name)) and old != new]
 
 
 def raised_by(call: Callable[[], object]) -> BaseException | None:
