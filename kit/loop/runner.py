@@ -2,7 +2,7 @@
 
 It gives one event at a time to its core and delivers the commands: to a port, to another core (which gets the command as an event), to
 the ledger ("ledger", a note) or to itself ("runner": `ended` ends that core). Every wait has a deadline. An exception in a port becomes an
-`error` event with the command's ids; an exception in a core is a bug and ends the run, by name. Not thread-safe.
+`error` event with the command's ids; an exception in a core is a bug and ends the run. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import heapq
 import itertools
 import math
 import time
-import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
@@ -64,10 +62,6 @@ class Stalled(KitError):  # noqa: N818 - reads as what happened
 
 class Restless(KitError):  # noqa: N818 - reads as what happened
     """The cores made events from events and their clock hardly moved."""
-
-
-class CoreRaised(KitError):  # noqa: N818 - reads as what happened
-    """A core, which may be own code, raised an error: the words name the core, the event and the line."""
 
 
 class Runner:
@@ -180,22 +174,10 @@ class Runner:
 
     def _answer(self, name: str, event: Event | None) -> tuple[Any, tuple[Command, ...]]:
         core = self.cores[name]
-
-        def at() -> str:
-            return f"{name} in {'its start' if event is None else f'the event {event.name}'}"
-
-        try:
-            state, commands = returned(
-                lambda: core.begin() if event is None else core.step(self.states[name], event), at
-            )
-            return state, tuple(commands)
-        except KitError:
-            raise
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            # The last frame is here if the core has other arguments, or returns anything but a state and commands.
-            line = "" if where.filename == __file__ else f" ({Path(where.filename).name}, line {where.lineno})"
-            raise CoreRaised(f"{at()} raised {type(error).__name__}: {error}{line}") from error
+        return returned(
+            lambda: core.begin() if event is None else core.step(self.states[name], event),
+            lambda: f"{name} in {'its start' if event is None else f'the event {event.name}'}",
+        )
 
     def _count(self, name: str, event: Event | None, second: int) -> None:
         before, count = self.second

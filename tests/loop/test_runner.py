@@ -11,7 +11,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import CoreRaised, RealClock, Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import RealClock, Runner, Simulated, Stalled, VirtualClock
 from kit.results import run
 from kit.results.frames import rows_of
 from tests.loop.replaying import File, replay, replay_rows, turns
@@ -55,30 +55,6 @@ class Answers:
 
 def simulated(clock: VirtualClock, **more: Any) -> Simulated:
     return Simulated(clock, {"ask": lambda command: [(2.5, Event("answer", command.pipeline, n=command.n))]}, **more)
-
-
-class Raises(Asks):
-    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
-        raise KeyError("mine")
-
-
-def test_a_core_that_raises_is_named_with_its_event_and_its_line() -> None:
-    clock = VirtualClock()
-    words = r"^a in the event answer raised KeyError: 'mine' \(test_runner\.py, line \d+\)$"
-    with pytest.raises(CoreRaised, match=words) as raised:
-        Runner({"a": Raises(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock).run()
-    assert isinstance(raised.value.__cause__, KeyError)
-
-
-class ReturnsNothing(Asks):
-    def step(self, state: int, event: Event) -> Any:
-        return None
-
-
-def test_a_core_that_returns_no_state_and_commands_is_named() -> None:
-    clock = VirtualClock()
-    with pytest.raises(CoreRaised, match=r"^a in the event answer raised TypeError: cannot unpack .*object$"):
-        Runner({"a": ReturnsNothing(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock).run()
 
 
 def test_time_is_virtual_and_the_ledger_has_everything_in_order() -> None:
