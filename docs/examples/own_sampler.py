@@ -34,11 +34,13 @@ class InOrder:
         """Take the groups of the next step out of the buffer; None, 0 if there are too few."""
         there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
         found = [at for at, (target, ready) in enumerate(there) if ready and target == current_train_weight]
-        if len(found) < min_prompt_groups:
+        return await self.take(found, min_prompt_groups, max_prompt_groups)
+
+    async def take(self, found: list[int], least: int, most: int) -> Any:
+        if len(found) < least:
             return None, 0
-        found = found[:max_prompt_groups]
-        metas = [self.buffer.meta_list[at] for at in found]
-        await self.buffer.remove(found, remove_in_dp=False)
+        metas = [self.buffer.meta_list[at] for at in found[:most]]
+        await self.buffer.remove(found[:most], remove_in_dp=False)
         return metas[0].concat(*metas[1:]), len(metas)
 
     async def evict(self, *, current_train_weight: int) -> int:

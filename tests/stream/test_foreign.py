@@ -34,12 +34,7 @@ class Windowed(InOrder):
 
     async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
         found = [at for at, ready in enumerate(self.buffer.ready_list) if ready]
-        if len(found) < min_prompt_groups:
-            return None, 0
-        found = found[:max_prompt_groups]
-        metas = [self.buffer.meta_list[at] for at in found]
-        await self.buffer.remove(found, remove_in_dp=False)
-        return metas[0].concat(*metas[1:]), len(metas)
+        return await self.take(found, min_prompt_groups, max_prompt_groups)
 
     async def evict(self, *, current_train_weight: int) -> int:
         there = zip(self.buffer.start_weight_list, self.buffer.ready_list, strict=True)

@@ -573,6 +573,8 @@ def no_second_copy(frame: pd.DataFrame, config: Config) -> Measured:
     start = "base" if row["rank"] >= trainer_ranks(config) else f"cycle {SETTLED}"
     first, last = (before[row["rank"]] / MIB, start), (row["value"] / MIB, row["phase"])
     why = compared("tensors", first, last, where, unit=" MiB")
+    if not ((weighed["rank"] < trainer_ranks(config)) & (weighed["cycle"] > SETTLED)).any():
+        why += f"; only replicas, as the trainer needs {SETTLED + 1} cycles"
     return Measured(max(0.0, float(over.max())), f"{why}; the model has {whole / MIB:.3g} MiB")
 
 

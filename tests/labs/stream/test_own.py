@@ -95,12 +95,7 @@ class TakesNext(InOrder):
     async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
         there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
         found = [at for at, (target, ready) in enumerate(there) if ready and target <= current_train_weight + 1]
-        if len(found) < min_prompt_groups:
-            return None, 0
-        found = found[:max_prompt_groups]
-        metas = [self.buffer.meta_list[at] for at in found]
-        await self.buffer.remove(found, remove_in_dp=False)
-        return metas[0].concat(*metas[1:]), len(metas)
+        return await self.take(found, min_prompt_groups, max_prompt_groups)
 
 
 def test_a_sampler_that_trains_groups_before_their_step_fails() -> None:

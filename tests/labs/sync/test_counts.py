@@ -316,6 +316,9 @@ def test_a_copy_that_every_version_leaves_is_counted_on_either_end(
     for rank, weighed in enumerate((trainer, replica)):
         rows += [(cycle, rank, "verify", "tensor_bytes", float(held)) for cycle, held in enumerate(weighed, start=1)]
     frame = pd.DataFrame(rows, columns=["cycle", "rank", "phase", "metric", "value"])
-    answer = no_second_copy(frame, {"ranks": 2, "infer_tp": 1, "replicas": 1, "cycles": 3})
+    config = {"ranks": 2, "infer_tp": 1, "replicas": 1, "cycles": 3}
+    answer = no_second_copy(frame, config)
     assert answer.value == copies
     assert where in answer.why
+    assert "only replicas" not in answer.why
+    assert "only replicas" in no_second_copy(frame[frame["cycle"] < 3], {**config, "cycles": 2}).why
