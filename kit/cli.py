@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """`kit ...`. Each command imports only what it needs, when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed or nothing was measured (with --strict: or one check was not measured);
@@ -19,6 +18,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -35,7 +35,7 @@ from kit.errors import BadInput, KitError, hint
 from kit.labs.definition import NAMES, Definition, fields, holder, known_fields, nested_fields
 from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
 from kit.results.comparison import Comparison, answers_changed, compact, in_words, labelled
-from kit.results.frames import json_rows, readable, summary_of
+from kit.results.frames import json_rows, known_suffix, readable, summary_of
 from kit.results.records import flat, output_file, read_json, to_json, user_path
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, save_settings, write_junit
@@ -54,8 +54,9 @@ FIRST_LINE_S, LINE_S = 2.0, 5.0
 # Columns of the table of runs that a terminal has no room for, and --to FILE has.
 ELSEWHERE = ("started", "machine", "sweep")
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
-WIDTH = 100
-PICKED = 16  # more for each column that a person picks
+SETTINGS_SUFFIXES = (".yaml", ".yml")
+WIDTH = 100  # of tables that go into a pipe or a file
+PICKED = 16  # more there for each column that a person picks
 MOST_MINUTES = 7 * 24 * 60
 
 
@@ -235,6 +236,8 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
+    if empty := [name for name, values in swept.items() if not values]:
+        raise BadInput(f"--sweep {empty[0]}= gives no value; separate values by commas, as in {empty[0]}=V1,V2")
     if twice := set(texts) & set(swept):
         raise BadInput(f"--set and --sweep both give {min(twice)}; use only one")
     if len(args.fault) > 1:
@@ -249,6 +252,8 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
         if like.lab != args.lab:
             raise BadInput(f"--like {args.like} is a run of lab {like.lab!r}, not {args.lab!r}")
         settings = like.config
+        if like.fault and not args.fault:
+            print(f"kit: --like takes no fault; {like.id} ran with --fault {like.fault}", file=sys.stderr)
     settings |= from_files(lab, args.foreign) if args.foreign else {}
     settings |= public.settings_from_file(args.config) if args.config else {}
     settings |= from_text(lab, texts)
@@ -315,6 +320,7 @@ def run_lab(
 ) -> CommandAnswer:
     """`steps` may run phases of the lab before the rest is run."""
     from kit.public import prepare_lab
+    from kit.world.calls import without_advice
 
     with contextlib.closing(prepare_lab(lab_name, config, out=out, **options)) as lab:
         error, status = None, 3
@@ -325,7 +331,7 @@ def run_lab(
         except BadInput:  # only the ranks could detect it; nothing was measured
             raise
         except KitError as broke:
-            error = str(broke)
+            error = without_advice(str(broke))
             print(f"kit: the run broke: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             status, error = 130, "interrupted"
@@ -353,7 +359,7 @@ def unmeasured_notes(run: results.Run, verdict: results.Verdict | None, *, stric
     if verdict is not None and len(nulls) == len(verdict):
         return ["nothing was measured, so nothing passed"]
     own = suspect_in(run.config, None)
-    needed = run.cycles_needed() if nulls and own else {}
+    needed = run.cycles_needed() if nulls and own and "cycles" in run.config else {}
     if short := [row for row in nulls if row.check in needed]:
         words = ", ".join(f"{row.check} ({row.why.removeprefix('not measured: ')})" for row in short)
         return [f"too few cycles to see leaks and drift of {own}: {words}"]
@@ -405,10 +411,18 @@ def runs_command(args: argparse.Namespace) -> CommandAnswer:
 def run_list(rows: list[dict[str, Any]], frame: pd.DataFrame, nothing: str = "") -> tuple[list[dict[str, Any]], str]:
     """The runs' facts, and their table without empty columns."""
     facts = [{name: value for name, value in row.items() if name not in {"config", "numbers"}} for row in rows]
-    wide = WIDTH + PICKED * len(frame.attrs.get("picks", ()))
+    if not len(frame):
+        return facts, nothing
     empty = [name for name in frame if (frame[name].isna() | (frame[name] == "")).all()]
     cells = readable(frame.drop(columns=[*empty, *ELSEWHERE], errors="ignore"), {})
-    return facts, columns([list(map(str, cells)), *cells.to_numpy().tolist()], width=wide) if len(frame) else nothing
+    table = [list(map(str, cells)), *cells.to_numpy().tolist()]
+    picks = frame.attrs.get("picks", ())
+    whole = {*picks, "runs that passed"}  # what a person asked for, and the answers, are never cut
+    least = {at: max(len(line[at]) for line in table) for at, name in enumerate(cells) if name in whole}
+    if "verdict" in cells:
+        answers = [str(row["verdict"]).partition(",")[0] for row in rows if row["answer"] != "not judged"]
+        least[list(cells).index("verdict")] = max(map(len, [*answers, "verdict"])) + 1
+    return facts, columns(table, width=terminal_width(WIDTH + PICKED * len(picks)), least=least)
 
 
 def label_command(args: argparse.Namespace) -> CommandAnswer:
@@ -455,7 +469,8 @@ def show(args: argparse.Namespace) -> CommandAnswer:
     seconds = frame[frame["metric"] == "seconds"].dropna(subset=["value"]).groupby("phase", sort=False)["value"]
     times = seconds.agg(["count", *SPREAD]).reset_index()
     fault = {"fault": run.fault} if run.fault else {}
-    text = "\n".join([text, named_values({**run.config, **fault}), "", repr(verdict)])
+    stated = {name: value for name, value in flat({**run.config, **fault}).items() if value not in ("", None)}
+    text = "\n".join([text, named_values(stated), "", repr(verdict)])
     if len(times):
         text += "\n\n" + table_text(times.rename(columns={"count": "n"}), dict.fromkeys(SPREAD, "s"))
     own = summary_of(frame) if run.own else frame.head(0)
@@ -482,16 +497,16 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
         verdicts = [{"check": name, "base": was, "run": now_shown, "why": rows[1].why if rows[1] else ""}
                     for (name, *rows), (was, now_shown) in zip(answers, words, strict=True)]  # fmt: skip
         rows = moved[moved["run"] == run.id]
-        count, differ = results.outcomes(base, run) if comparison.same_lab else (0, 0)
+        count, differ, kinds = results.outcomes(base, run) if comparison.same_lab else (0, 0, "")
         data["runs"].append(
             {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": json_rows(rows)}
         )
         lines.append(f"\n{names[run.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
             cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
-            lines.append(columns(cells, width=WIDTH))
+            lines.append(columns(cells, width=terminal_width()))
         if count:
-            lines.append(f"{differ} of {count} losses, gradient norms and digests differ")
+            lines.append(f"{differ} of {count} {kinds} differ")
         lines.append(
             f"{len(rows)} numbers changed by more than the spread" + (", largest against it first" if len(rows) else "")
         )
@@ -529,7 +544,7 @@ def load_all(words: Sequence[Path | None]) -> list[results.Run]:
 def export_command(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.named import save_table
 
-    if Path(args.to).suffix.lower() in {".yaml", ".yml"}:
+    if known_suffix(args.to, also=SETTINGS_SUFFIXES) in SETTINGS_SUFFIXES:
         return write_text_file(lambda: write_settings(load_all(args.dirs), args.to))
     return write_text_file(lambda: save_table(load_all(args.dirs), args.table, args.to))
 
@@ -537,7 +552,11 @@ def export_command(args: argparse.Namespace) -> CommandAnswer:
 def write_settings(runs: Sequence[results.Run], to: Path) -> Path:
     if len(runs) > 1:
         raise BadInput(f"{to.name} takes the settings of one run, not of {len(runs)}")
-    return save_settings(runs[0].config, to, f"settings of {runs[0].id}")
+    run = runs[0]
+    if run.fault:
+        print(f"kit: {to.name} has the settings only; {run.id} ran with --fault {run.fault}", file=sys.stderr)
+    about = f"settings of {run.id}" + (f", which ran with --fault {run.fault}" if run.fault else "")
+    return save_settings(run.config, to, about)
 
 
 def trace_command(args: argparse.Namespace) -> CommandAnswer:
@@ -714,7 +733,11 @@ def clean_command(args: argparse.Namespace) -> CommandAnswer:
 
 def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
     texts = readable(frame, units)
-    return columns([texts.columns.tolist(), *texts.to_numpy().tolist()], width=WIDTH)
+    return columns([texts.columns.tolist(), *texts.to_numpy().tolist()], width=terminal_width())
+
+
+def terminal_width(otherwise: int = WIDTH) -> int:
+    return shutil.get_terminal_size((otherwise, 0)).columns
 
 
 def named_values(values: Mapping[str, Any]) -> str:
@@ -968,7 +991,7 @@ COMMANDS: tuple[
     (
         explore_command,
         "run a lab's cores, or your own, in random worlds on a virtual clock; make the first failure small",
-        ("share --seeds 5000 --set planner=mine:Planner", "share --fault late-shrink"),
+        ("share --seeds 5000 --set planner=mine:planner", "share --fault late-shrink"),
         (
             LAB,
             command_option("--seeds", "N", "number of worlds (default 1000)", type=int, default=1000),

@@ -33,12 +33,18 @@ class RehearsedError(KitError, RuntimeError):
 
 def hint(name: str, allowed: Iterable[str]) -> str:
     """Return the closest allowed name and all allowed names, for a BadInput about an unknown name."""
+    names = sorted(set(allowed))
+    return f"{suggestion(name, names)}allowed are: {', '.join(names) or 'none'}"
+
+
+def suggestion(name: str, allowed: Iterable[str]) -> str:
+    """The closest allowed name as a question; empty if none is close."""
     import difflib  # ranks never need it
 
     names = sorted(set(allowed))
     near = difflib.get_close_matches(str(name), names, n=1)
     near = near or [longer for longer in names if str(name) in longer.split("_")]
-    return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(names) or 'none'}"
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 class Cancelled(KitError):  # noqa: N818 - the contract's name

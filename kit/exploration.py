@@ -7,12 +7,14 @@ orders as lines of JSON and answers in lines of JSON; one that does not answer i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import math
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
 SEEDS = 1000
 AT_A_TIME = 20  # seeds of one order to a worker
 IN_A_RUN_S = 20.0  # in which a run explores; the same again to make a failure small
+# Worlds that a run explores however long they take, unless one fails: a slow machine must not decide what is judged. Of 40, only one had
+# a replica that dies while it answers.
+IN_A_RUN = 100
 HEARD_S = 0.1  # between two calls of `tell` while a failure is made small
 SLACK_S = 20.0  # beyond the limit of a world: a process starts, or is busy
 
@@ -192,16 +197,18 @@ def explore(
     out: str | os.PathLike[str] | None = None,
     wall_s: float = WALL_S,
     limit_s: float = math.inf,
+    least: int = 0,
     shrink_s: float = SHRINK_S,
     like: Mapping[str, Any] | None = None,
     tell: Callable[[int, int, int], None] = lambda *_: None,
     **settings: Any,
 ) -> Exploration:
-    """Run a lab's cores in `seeds` random worlds. `settings` name own code, such as `planner="mine:Planner"`.
+    """Run a lab's cores in `seeds` random worlds. `settings` name own code, such as `planner="mine:planner"`.
 
-    It ends at the first failure, unless `every` world is wanted, and begins no more worlds after `limit_s`; the failure with the lowest
-    seed is made small. `like`: the settings of a run whose layout all worlds have. `tell` hears how many worlds are done, of how many, and
-    how many failed; an exception of it ends the exploration, also while a failure is made small.
+    It ends at the first failure, unless `every` world is wanted, and begins no more worlds after `limit_s`, but for the `least` that it
+    plays while none fails; the failure with the lowest seed is made small. `like`: the settings of a run whose layout all worlds have.
+    `tell` hears how many worlds are done, of how many, and how many failed; an exception of it ends the exploration, also while a failure
+    is made small.
     """
     definition, bug = explorable(lab), find_fault(find(lab), fault)
     checked(definition, settings)
@@ -229,7 +236,7 @@ def explore(
 
     try:
         with workers(definition, settings, bug, wall_s, jobs or os.cpu_count() or 1, like=like) as crew:
-            for outcome in outcomes(crew, range(first, first + seeds), every=every, until=began + limit_s):
+            for outcome in outcomes(crew, range(first, first + seeds), every=every, until=began + limit_s, least=least):
                 done.outcomes.append(outcome)
                 report()
             done.outcomes.sort(key=lambda outcome: outcome.seed)
@@ -284,6 +291,7 @@ def explored(drive: Drive) -> None:
         config.worlds,
         every=True,
         limit_s=IN_A_RUN_S,
+        least=IN_A_RUN,
         shrink_s=IN_A_RUN_S,
         like=as_settings(config),
         out=drive.folder / drive.phase,
@@ -293,7 +301,7 @@ def explored(drive: Drive) -> None:
     failed = sum(bool(outcome.findings) for outcome in done.outcomes)
     drive.record("worlds", len(done.outcomes))
     left = (
-        f"; after {IN_A_RUN_S:g} s no more of {config.worlds} worlds began"
+        f"; after {done.seconds:.0f} s no more of {config.worlds} worlds began"
         if len(done.outcomes) < config.worlds
         else ""
     )
@@ -374,17 +382,24 @@ class Worker:
         self.wall_s = float(order["wall_s"])
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process: subprocess.Popen[str] | None = None
+        self.closed = False
+        self._starting = threading.Lock()
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kit.exploration", self.order]
         self.answers = queue.Queue()
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path_of_this()},
-        )
+        # A terminal sends Ctrl-C to workers too. They inherit that it is blocked, from their first moment on: this process ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path_of_this()},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         threading.Thread(target=self._hear, args=(self.process.stdout, self.answers), daemon=True).start()
         return self.process
 
@@ -395,16 +410,19 @@ class Worker:
         answers.put(None)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        process = self.process or self.start()
+        with self._starting:
+            process = None if self.closed else self.process or self.start()
+        if process is None:
+            return
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died; whoever waits for its answer learns that
+        with suppress(BrokenPipeError, ValueError):  # it died, or was ended; whoever waits for its answer learns that
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """Its next answer; None if it died or did not answer, and then it is ended."""
         try:
-            answer = self.answers.get(timeout=seconds)
+            answer = None if self.closed else self.answers.get(timeout=seconds)
         except queue.Empty:
             answer = None
         if answer is None:
@@ -414,6 +432,12 @@ class Worker:
     def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
         self.tell(order)
         return self.next(seconds)
+
+    def close(self) -> None:
+        """End it for good: a thread that still gives it orders does not start it again."""
+        with self._starting:
+            self.closed = True
+        self.end()
 
     def end(self) -> None:
         process, self.process = self.process, None
@@ -453,26 +477,32 @@ def workers(
         yield crew
     finally:
         for worker in crew:
-            worker.end()
+            worker.close()
 
 
-def outcomes(crew: list[Worker], seeds: range, *, every: bool, until: float) -> Iterator[Outcome]:
-    """Yield outcomes as they come. After a failure, or that time, no further seeds begin, but lower ones that have begun end."""
+def outcomes(
+    crew: list[Worker], seeds: range, *, every: bool, until: float = math.inf, least: int = 0
+) -> Iterator[Outcome]:
+    """Yield outcomes as they come. After a failure, or that time, no further seeds begin, but lower ones that have begun end. The first
+    `least` seeds have no such time while none has failed."""
     orders = [seeds[at : at + AT_A_TIME] for at in range(0, len(seeds), AT_A_TIME)]
     todo: queue.SimpleQueue[range] = queue.SimpleQueue()
     for order in orders:
         todo.put(order)
     came: queue.Queue[Outcome | BaseException | None] = queue.Queue()
-    enough = threading.Event()
+    enough, failed = threading.Event(), threading.Event()
+
+    def over(order: range) -> bool:
+        return time.monotonic() > until and (failed.is_set() or order.start >= seeds.start + least)
 
     def work(worker: Worker) -> None:
         try:
-            while not enough.is_set() and time.monotonic() < until:
+            while not enough.is_set():
                 try:
                     order = todo.get_nowait()
                 except queue.Empty:
                     break
-                run_order(worker, order, came, until)
+                run_order(worker, order, came, functools.partial(over, order))
         except BaseException as error:  # noqa: BLE001 - raised again where outcomes are taken
             came.put(error)
         finally:
@@ -490,16 +520,18 @@ def outcomes(crew: list[Worker], seeds: range, *, every: bool, until: float) -> 
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                if outcome.findings and not every:
-                    enough.set()
+                if outcome.findings:
+                    failed.set()
+                    if not every:
+                        enough.set()
                 yield outcome
     finally:
         enough.set()
 
 
-def run_order(worker: Worker, seeds: range, came: queue.Queue[Any], until: float) -> None:
-    """Run these seeds in a worker. One at which it dies or hangs is a finding; the rest is ordered again. After `until` it is ended."""
-    while seeds and time.monotonic() < until:
+def run_order(worker: Worker, seeds: range, came: queue.Queue[Any], over: Callable[[], bool]) -> None:
+    """Run these seeds in a worker. One at which it dies or hangs is a finding; the rest is ordered again. Once it is `over` it is ended."""
+    while seeds and not over():
         worker.tell({"seeds": [seeds.start, seeds.stop]})
         for at, seed in enumerate(seeds):
             limit_s = BUSY * worker.wall_s + SLACK_S
@@ -512,7 +544,7 @@ def run_order(worker: Worker, seeds: range, came: queue.Queue[Any], until: float
             if "refused" in answer:
                 raise BadInput(answer["refused"])
             came.put(Outcome(**answer))
-            if time.monotonic() > until:
+            if over():
                 worker.end()
                 break
         else:

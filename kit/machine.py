@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+KIB, MIB, GIB = 2**10, 2**20, 2**30  # bytes
 SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
 MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
 
@@ -126,6 +127,21 @@ def inherited() -> tuple[object, ...]:
 def cpu_seconds(pid: int) -> float | None:
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
+def busy_seconds() -> tuple[float, float]:
+    """Processor time used so far: by everything on this machine, and by this process and all that it started."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    parents: dict[int, int] = {}
+    spent: dict[int, int] = {}
+    for pid in pids():
+        if fields := stat_fields(pid):
+            parents[pid], spent[pid] = int(fields[1]), sum(map(int, fields[11:15]))  # with its children that have ended
+    own = [os.getpid()]
+    for parent in own:  # it grows: children of children
+        own += [pid for pid, of in parents.items() if of == parent]
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + sum(interrupts)) / ticks, sum(spent.get(pid, 0) for pid in own) / ticks
 
 
 def resident(pid: int) -> int | None:

@@ -25,7 +25,7 @@ from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results.frames import json_rows
 from kit.results.records import read_json, user_path, write_json
-from kit.results.run import INDEX, find_run, list_runs, unique
+from kit.results.run import INDEX, find_run, list_runs, refuse_filled, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
 from kit.world.calls import Pending, WorldObserver, wait
@@ -240,6 +240,8 @@ def sweep(
     folder = (user_path(out) if out else runs_dir() / f"{lab}-sweep-{unique()}").absolute()
     if (folder / INDEX).exists():
         raise BadInput(f"{folder} already holds a sweep; choose another folder")
+    if folder.is_dir():
+        refuse_filled(folder)
     rows: list[dict[str, Any]] = []
     for number, point in enumerate(found, start=1):
         print(f"run {number} of {len(found)}: {point}", flush=True)

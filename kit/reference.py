@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from kit import doctor
 from kit.errors import BadInput
 from kit.labs.discover import find, setting_text
-from kit.machine import free_memory, has_gpu_driver
+from kit.machine import GIB, MIB, free_memory, has_gpu_driver
 from kit.results.comparison import FOLDER, machine
 from kit.results.frames import labels
 from kit.results.records import make_folder, read_json, replacing, write_json, write_text
@@ -43,12 +43,11 @@ HEADS = ("part", "command", "ended", "s", "last time", "seats", "fell short")
 GPU_MINUTES = 8.0
 # A part's time limit: a multiple of what it took last time, at least; and where it was never measured.
 SLACK, LEAST_S, NEVER_S = 4.0, 60.0, 1800.0
-GIB = 2**30
 KIT = (sys.executable, "-m", "kit")
 INTERRUPTED = 130
 ENDED = {0: "no check failed", 1: "a check failed", 2: "refused", 3: "broke", INTERRUPTED: "interrupted"}
 MEASURED = ("rows", "medians")  # of a bench, and of a lab
-MOST = 16 * 2**20
+MOST = 16 * MIB
 KEPT_FREE = 2**16  # for headers and the list of what is left out
 LEFT_OUT = "LEFT-OUT.txt"
 LAYOUTS: dict[str, dict[str, Any]] = {  # in addition to each lab's own
@@ -108,7 +107,8 @@ def on_cpu() -> tuple[ReferencePart, ...]:
         bench("stream", "learns"),
         lab_part("share"),
         bench("share", "together", "scheduler", called="together"),
-        bench("share", "load", "seeds", called="load"),
+        bench("share", "load"),
+        bench("share", "seeds"),
         bench("share", "makespan"),
         bench("share", "switch"),
         bench("world", "start", "megatron", called="start"),

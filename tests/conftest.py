@@ -32,19 +32,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n of the tests marked `drawn(n)` for each file and group, and a third of the slow tests in lanes.SAMPLED, chosen by the day of
-    the commit: what mends a failure is tested with the sample that found it."""
+    """Keep n of the quick and n of the slow tests marked `drawn(n)` for each file and group, and one in lanes.SPARSE of the other slow
+    tests in lanes.SAMPLED, chosen by the day of the commit: what mends a failure is tested with the sample that found it."""
     day = lanes.day_of_commit()
-    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    groups: dict[tuple[str, str, bool], list[pytest.Item]] = {}
     for item in items:
+        slow = item.get_closest_marker("slow") is not None
         if (mark := item.get_closest_marker("drawn")) is not None:
-            groups.setdefault((str(item.path), mark.kwargs.get("of", "")), []).append(item)
-        elif item.get_closest_marker("slow") and lanes.file_of(item).startswith(lanes.SAMPLED):
-            groups.setdefault((str(item.path), "slow tests"), []).append(item)
+            groups.setdefault((str(item.path), mark.kwargs.get("of", ""), slow), []).append(item)
+        elif slow and lanes.file_of(item).startswith(lanes.SAMPLED):
+            groups.setdefault((str(item.path), "slow tests", slow), []).append(item)
     left_out: set[pytest.Item] = set()
     for group in groups.values():
         mark = group[0].get_closest_marker("drawn")
-        kept = mark.args[0] if mark else math.ceil(len(group) / 3)
+        kept = mark.args[0] if mark else math.ceil(len(group) / lanes.SPARSE)
         order = sorted(group, key=lambda item: hashlib.sha256(f"{day} {item.nodeid}".encode()).digest())
         left_out |= set(order[kept:])
     if left_out:
@@ -138,4 +139,4 @@ def environment() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    lanes.write_budget(terminalreporter)
+    lanes.write_times(terminalreporter)

@@ -1,4 +1,4 @@
-"""Run the tests in two processes at once, and report each part's time against its budget.
+"""Run the tests in two processes at once, and report the time of each file.
 
     python -m tests.lanes -m "not slow and not browser"
 
@@ -81,10 +81,12 @@ BESIDE = (
     "tests/test_ways.py",
     "tests/view/panel/",
 )
-# Of the slow tests in these, which are many variants of one thing, a run takes a third (see `draw` in conftest.py).
+# Of the slow tests of a file in these, which are many variants of one thing, a run takes one in SPARSE (see `draw` in conftest.py).
+SPARSE = 10
 SAMPLED = (
     "tests/bench/",
     "tests/examples/",
+    "tests/faults/test_nodes.py",
     "tests/labs/",
     "tests/megatron/",
     "tests/share/",
@@ -149,73 +151,17 @@ def starts_ranks(command: Any) -> bool:
     return words[2:3] != ["--wait"] and any(one.endswith("kit/world/agent.py") for one in words[1:2])
 
 
-# -- time per part
-# --------------------------------------------------------------------------------------------------------
-
-# Minutes. A name that contains a lab has this budget for each lab.
-QUICK = {"no ranks": 2.5, "world": 1.0, "megatron and train": 1.5, "lab": 0.3, "other ranks": 3.0}
-SLOW = {
-    "faults on ranks": 22.0,
-    "runs that must break": 3.0,
-    "notebooks": 11.0,
-    "browser": 6.0,
-    "examples": 2.0,
-    "mutants": 2.0,
-    "kills and namespaces": 4.0,
-    "engines, adapters and nodes": 3.0,
-    "everything else": 10.0,
-}
-SLOW_FILES = {
-    "tests/labs/": "faults on ranks",
-    "tests/test_notebooks.py": "notebooks",
-    "tests/browser/": "browser",
-    "tests/examples/": "examples",
-    "tests/mutants/": "mutants",
-    "tests/faults/test_nodes.py": "engines, adapters and nodes",
-    "tests/faults/": "kills and namespaces",
-    "tests/peers/": "engines, adapters and nodes",
-    "tests/sync/": "engines, adapters and nodes",
-}
-
-
-def room(report: pytest.TestReport) -> tuple[str, float]:
-    """Return the part of the tests that a test belongs to, and the part's budget."""
-    file = report.location[0]
-    if not {"slow", "browser"}.isdisjoint(report.keywords):
-        name = next((name for start, name in SLOW_FILES.items() if file.startswith(start)), "everything else")
-        if name == "faults on ranks" and "break" in report.location[2].partition("[")[0]:
-            name = "runs that must break"
-        return f"{name} (slow)", SLOW[name]
-    if "ranks" not in report.keywords:
-        return "no ranks", QUICK["no ranks"]
-    parts = Path(file).parts
-    if parts[1] in {"megatron", "train"}:
-        return "megatron and train", QUICK["megatron and train"]
-    if parts[1] == "labs" and len(parts) == 4:
-        return f"lab {parts[2]}", QUICK["lab"]
-    name = "world" if parts[1] == "world" else "other ranks"
-    return name, QUICK[name]
-
-
-def write_budget(reporter: pytest.TerminalReporter) -> None:
-    """Write each part's time against its budget, and below it each file that took a second or more."""
+def write_times(reporter: pytest.TerminalReporter) -> None:
+    """Write the time of all tests, and of each file that took a second or more."""
     took: Counter[str] = Counter()
-    files: dict[str, Counter[str]] = {}
-    budgets: dict[str, float] = {}
     for reports in reporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                name, budget = room(report)
-                budgets[name] = budget
-                took[name] += round(report.duration, 3)
-                files.setdefault(name, Counter())[report.location[0]] += round(report.duration, 3)
+                took[report.location[0]] += round(report.duration, 3)
     reporter.section(f"{sum(took.values()) / 60:.1f} minutes of tests")
-    for name, seconds in took.most_common():
-        over = ", over its budget" if seconds > 60 * budgets[name] else ""
-        reporter.write_line(f"{name}: {seconds / 60:.1f} of {budgets[name]:g} minutes{over}")
-        for file, part in files[name].most_common():
-            if part >= 1:
-                reporter.write_line(f"{part:7.1f} s  {file}")
+    for file, seconds in took.most_common():
+        if seconds >= 1:
+            reporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 if __name__ == "__main__":

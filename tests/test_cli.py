@@ -11,6 +11,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +31,7 @@ from tests.labs.parts import on_an_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
+import os
 import time
 from kit.labs.smoke.ranks.phases import Plain
 
@@ -46,6 +49,14 @@ class Slow(Plain):
 class Raises(Plain):
     def destroy(self, group):
         raise RuntimeError("my own destroy failed")
+
+class Dies(Plain):
+    def destroy(self, group):
+        os.kill(os.getpid(), 9)
+
+class Hangs(Plain):
+    def destroy(self, group):
+        time.sleep(100)
 '''
 
 
@@ -55,7 +66,7 @@ class Cli:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs = folder / "runs"
-        self.env = {**os.environ, "KIT_RUNS": str(self.runs), "PYTHONPATH": str(ROOT)}
+        self.env = {**os.environ, "KIT_RUNS": str(self.runs), "PYTHONPATH": str(ROOT), "COLUMNS": ""}
 
     def popen(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kit", *words]
@@ -291,7 +302,8 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     assert "two runs or more, not 1" in cli.sentence("export", tmp_path / "one", "--table", "compare", "--to", "x.md")
     out, _ = cli("export", tmp_path / "one", "--to", tmp_path / "table.csv")
     assert Path(out.strip()).read_text().startswith("run,lab,cycle,phase,rank,metric,value,unit,time,text,ids,start\n")
-    assert "no known ending" in cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
+    refused = cli.sentence("export", tmp_path / "one", "--to", tmp_path / "table.xls")
+    assert "no known ending; allowed are .csv, .parquet, .json, .md, .tex, .html, .yaml, .yml\n" in refused
     cli("trace", tmp_path / "one", "--to", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     out, _ = cli("report", tmp_path / "two", tmp_path / "one", "--to", tmp_path / "report.html")
@@ -350,7 +362,7 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
 
 # The labs' own tests run every fault that ends with 1; those of smoke show here how the command ends.
 JUDGED_THERE = ("box", "offload", "share", "split", "stream", "sync")
-DRAWN = [pytest.mark.slow, pytest.mark.drawn(4, of="faults")]
+DRAWN = [pytest.mark.slow, pytest.mark.drawn(1, of="faults")]
 FAULTS = [
     pytest.param(
         lab.name,
@@ -399,6 +411,7 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
         "run", "smoke", "--set", "ranks=2", "--sweep", "ranks=1,2"
     )
     assert "ranks=0 #1: ranks must be" in cli.sentence("run", "smoke", "--sweep", "ranks=1,0")
+    assert "--sweep cycles= gives no value; separate" in cli.sentence("run", "smoke", "--sweep", "cycles=")
     assert "--repeat must be at least 1" in cli.sentence("run", "smoke", "--repeat", "0")
     assert "no fault 'x'" in cli.sentence("run", "smoke", "--fault", "x")
     assert "there is no run folder" in cli.sentence("show", tmp_path / "nowhere")
@@ -410,6 +423,10 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert "there is no file" in cli.sentence("run", "smoke", "--tolerances", tmp_path / "no.json")
     (tmp_path / "file").touch()
     assert "cannot make a run folder" in cli.sentence("run", "smoke", "--out", tmp_path / "file" / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    for words in (["run", "smoke"], ["run", "smoke", "--sweep", "cycles=1,2"], ["bench", "view"]):
+        assert "mine is not empty" in cli.sentence(*words, "--out", tmp_path / "mine")
     assert not cli.runs.exists()
 
 
@@ -433,6 +450,36 @@ def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) 
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=cli.env, capture_output=True, text=True)
     assert done.returncode == 3
     assert "KeyError: 'gone'" in done.stderr
+
+
+SCRIPT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["kit"].split(":")
+INTERRUPTED = """
+import os, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "kit.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "kit", "labs"],
+        ["-c", f"import sys; from {SCRIPT[0]} import {SCRIPT[1]} as script; sys.exit(script())"],
+    ],
+    ids=["module", "console script"],
+)
+def test_a_ctrl_c_while_modules_load_ends_with_one_line(cli: Cli, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT)]))
+    done = subprocess.run(
+        [sys.executable, *command], env={**cli.env, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kit: interrupted\n")
 
 
 def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
@@ -500,6 +547,19 @@ def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> N
     out, _ = cli("compare", *folders)
     assert "warning: these are runs of different labs: smoke, mine" in out
     assert "digests" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["Dies", "Hangs"])
+def test_a_run_that_breaks_gives_no_advice_about_its_world(cli: Cli, tmp_path: Path, code: str) -> None:
+    """There is `restart()` for a World in Python only."""
+    (tmp_path / "mine.py").write_text(SLOW)
+    words = ("run", "smoke", "--set", f"implementation=mine:{code}", "--set", "timeout_s=3", "--out", tmp_path / "run")
+    out, err = cli(*words, status=3)
+    assert "phase 'baseline'" in err
+    shown = out + err + cli("show", tmp_path / "run")[0] + (tmp_path / "run" / "logs" / "error.txt").read_text()
+    assert "restart()" not in shown
+    assert "keep running" not in shown
 
 
 @pytest.mark.slow
@@ -671,3 +731,42 @@ def test_the_settings_of_a_run_are_a_file_for_another_run(lab: str, given: dict[
     assert main(["export", str(writer.dir), "--to", str(tmp_path / "settings.yaml")]) == 0
     assert validate(find(lab), settings_from_file(tmp_path / "settings.yaml")) == config
     assert main(["export", str(writer.dir), str(writer.dir), "--to", str(tmp_path / "two.yaml")]) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_an_exploration_is_one_line(cli: Cli) -> None:
+    """Of a terminal: it is sent to the workers too."""
+    command = [sys.executable, "-m", "kit", "explore", "share", "--seeds", "100000", "--jobs", "3"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=cli.folder, env=cli.env, text=True, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+    time.sleep(4)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, "", "kit: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no worker is left
+
+
+def test_a_fault_that_settings_leave_out_is_named(cli: Cli, tmp_path: Path) -> None:
+    config = as_settings(find("smoke").config())
+    ids = {}
+    for name, fault in (("plain", None), ("broken", "leaked-group")):
+        writer = create_run(tmp_path, "smoke", config, {}, out=tmp_path / name, fault=fault)
+        writer.finish()
+        ids[name] = writer.id
+    _, err = cli("export", tmp_path / "broken", "--to", tmp_path / "broken.yaml")
+    assert err == f"kit: broken.yaml has the settings only; {ids['broken']} ran with --fault leaked-group\n"
+    head = (tmp_path / "broken.yaml").read_text().partition("\n")[0]
+    assert head == f"# settings of {ids['broken']}, which ran with --fault leaked-group"
+    _, err = cli("export", tmp_path / "plain", "--to", tmp_path / "plain.yaml")
+    assert (err, "fault" in (tmp_path / "plain.yaml").read_text()) == ("", False)
+    again = ("run", "smoke", "--set", "cycles=0", "--like")
+    like = f"kit: --like takes no fault; {ids['broken']} ran with --fault leaked-group\n"
+    assert cli(*again, tmp_path / "broken", status=2)[1].startswith(like)
+    assert "--like" not in cli(*again, tmp_path / "plain", status=2)[1]
+    assert "--like" not in cli(*again, tmp_path / "broken", "--fault", "leaked-group", status=2)[1]

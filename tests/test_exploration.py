@@ -13,7 +13,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.exploration import ExplorationError, power, replay
+from kit.exploration import AT_A_TIME, ExplorationError, power, replay
 from kit.labs.discover import find, find_fault
 from kit.labs.share.worlds import ShareWorlds
 from kit.labs.stream.worlds import StreamWorlds, ends_well
@@ -206,6 +206,13 @@ def test_a_prompt_at_hand_when_a_loop_stops_is_not_lost() -> None:
     with replaced({"kit.stream.core:resume_from": f"{WRONG}:forgets_the_prompt_at_hand"}):
         findings = play(worlds, world).findings
     assert "is in neither run" in findings["resume_equals"]
+
+
+def test_the_first_worlds_are_played_however_long_they_take() -> None:
+    """Without any time, a worker gets the order that holds the seeds that must be played, and no other."""
+    explored = kit.explore("stream", 60, every=True, jobs=1, limit_s=0.0, least=1, sampler="windowed")
+    assert len(explored.outcomes) == AT_A_TIME
+    assert kit.explore("stream", 60, every=True, jobs=1, limit_s=0.0, sampler="windowed").outcomes == []
 
 
 def test_bad_input_is_one_sentence() -> None:

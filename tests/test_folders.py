@@ -189,13 +189,6 @@ def test_check_says_what_differs_from_the_stored_verdict(run: Path, capfd: pytes
     assert f"{rows[0]['check']}: FAIL, limit 0.0; stored: pass at 0.0, limit 0.0" in lines
 
 
-def test_a_run_folder_is_its_owners_only(tmp_path: Path) -> None:
-    assert create_run(tmp_path, "smoke", {}, {}).dir.stat().st_mode & 0o777 == 0o700
-    asked_for = tmp_path / "shared"
-    asked_for.mkdir(mode=0o750)
-    assert create_run(tmp_path, "smoke", {}, {}, out=asked_for).dir.stat().st_mode & 0o777 == 0o750
-
-
 def test_the_status_says_failed_also_where_no_new_file_can_be_written(tmp_path: Path) -> None:
     writer = create_run(tmp_path, "smoke", {}, provenance())
     code = f"""

@@ -174,3 +174,19 @@ def test_ranks_compute_with_their_share_of_the_cores_unless_the_container_may_no
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (64, 64))
     assert machine.threads_a_rank(2) == 16
+
+
+def test_processor_time_of_a_child_and_of_its_child_is_ones_own() -> None:
+    """A grandchild that has ended counts as much as a child that still runs."""
+    busy = "import time\nwhile time.process_time() < 0.5: pass\n"
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\n{busy}print('done', flush=True)\nsys.stdin.read()"
+    everything, own = machine.busy_seconds()
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout
+        assert child.stdout.readline() == "done\n"
+        everything_after, own_after = machine.busy_seconds()
+        child.communicate(timeout=30)
+    assert own_after - own >= 0.9
+    assert everything_after - everything >= 0.9

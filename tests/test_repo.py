@@ -105,7 +105,7 @@ def test_an_environment_that_a_link_leads_to_is_left_alone(tmp_path: Path) -> No
 
 
 def test_the_lanes_name_files_that_exist() -> None:
-    named = (*lanes.FILES, *lanes.BESIDE, *lanes.SLOW_FILES)
+    named = (*lanes.FILES, *lanes.BESIDE)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -17,7 +17,11 @@ from kit.starters import STARTERS, example_code, new_names, write_starter
 
 @pytest.mark.parametrize("test", ["test_right_code_passes", "test_the_bug_is_found"])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "sampler" else pytest.mark.slow) for kind in STARTERS]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "sampler" else [pytest.mark.slow, pytest.mark.drawn(4, of="starters")])
+        for kind in STARTERS
+    ],
 )
 def test_the_written_test_passes(kind: str, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytest calls it in that folder, but in this process."""

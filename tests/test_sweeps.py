@@ -58,6 +58,10 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
     assert (leak["what"], leak["max"], leak["unit"]) == ("check leak", 4.0, "MiB")
     assert runs_of(out) == [out / name for name in ("01", "02", "03")]
     assert runs_of(out / "01") == [out / "01"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(BadInput, match="mine is not empty; choose a new folder or an empty one"):
+        sweep("smoke", sweep_points(find("smoke"), {}, 1), tmp_path / "mine", run)
     with pytest.raises(BadInput, match="already holds a sweep"):
         sweep("smoke", sweep_points(find("smoke"), {}, 1), out, run)
 

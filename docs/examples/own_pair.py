@@ -1,4 +1,5 @@
-"""Two plain functions under test: kit run offload --set implementation=own_pair:OwnPair."""
+"""Two plain functions under test, which leave groups behind: the run exits with 1.
+kit run offload --set implementation=docs.examples.own_pair:OwnPair"""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""A planner, which divides devices among generating pipelines. In seconds, without ranks:
-kit run share --set simulated=true --set planner=docs.examples.own_planner:takes_turns"""
+"""A planner, which divides devices among generating pipelines.
+In seconds, without ranks: kit run share --set simulated=true --set planner=docs.examples.own_planner:takes_turns"""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""A sampler with NeMo-RL's protocol. In milliseconds, without ranks:
-kit run stream --set simulated=true --set places=16 --set sampler=docs.examples.own_sampler:InOrder"""
+"""A sampler with NeMo-RL's protocol.
+In milliseconds, without ranks: kit run stream --set simulated=true --set places=16 --set sampler=docs.examples.own_sampler:InOrder"""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class InOrder:
         return groups_per_step * (self.window + 1)
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
-        """Wait until another group may start; return the step for which it is generated."""
+        """Wait until another batch may start; return the step for which its groups are generated."""
         while self.index >= trainer_version_fn() + self.window:
             await asyncio.sleep(0.005)
         self.index += 1

@@ -1,4 +1,5 @@
-"""A trainer that accepts a step in chunks: kit run split --set implementation=own_split:Trainer. Dense models, no pipeline."""
+"""A trainer that accepts a step in chunks. Dense models, no pipeline.
+kit run split --set implementation=docs.examples.own_split:Trainer"""
 
 import contextlib
 import math

@@ -1,4 +1,5 @@
-"""One file in memory per bucket, sent by its descriptor: kit run sync --set transport=own_transport:Files (one machine)."""
+"""One file in memory per bucket, sent by its descriptor. One machine.
+kit run sync --set transport=docs.examples.own_transport:Files"""
 
 import mmap
 import os

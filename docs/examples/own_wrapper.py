@@ -1,4 +1,5 @@
-"""A patched new_group returns wrappers of groups: kit run offload --set implementation=own_wrapper:Wrapping."""
+"""A patched new_group returns wrappers of groups.
+kit run offload --set implementation=docs.examples.own_wrapper:Wrapping"""
 
 import contextlib
 from collections.abc import Iterator

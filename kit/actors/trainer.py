@@ -202,7 +202,8 @@ class TrainerActor:
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
-            self.step.microbatch(split.rank_share(batch))
+            given = {name: value.clone() for name, value in batch.items()}  # own code may write into what it gets
+            self.step.microbatch(split.rank_share(given))
         if self.first:
             self.observe(self.inbox.take(self.keys(groups)), batch)
         rest(began, self.config.train_pace_ms * len(groups) * self.config.group)

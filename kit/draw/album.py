@@ -122,7 +122,8 @@ class Album:
 
     def heading(self, tolerances: Mapping[str, float] | None = None) -> str:
         data, run = self.data, self.data.run
-        words = self.lead.words(data) if self.lead.words else [counted(len(data.cycles), "cycle")]
+        so_far = " so far" if run.status == "running" else ""
+        words = self.lead.words(data) if self.lead.words else [counted(len(data.cycles), "cycle") + so_far]
         name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
         fault = [f"fault: {run.fault}"] if run.fault else []
         limits = ", ".join(f"{key} {value:g}" for key, value in (tolerances or {}).items())

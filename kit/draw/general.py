@@ -16,13 +16,13 @@ from kit.draw.lines import Lines
 from kit.draw.matrix import Matrix
 from kit.draw.points import Points, counts_in_words
 from kit.draw.style import Look
+from kit.machine import MIB
 from kit.results import NotMeasured, Verdict
 from kit.results.frames import own_numbers, summary_of, without_empty
 from kit.results.records import rank_name
 from kit.results.units import ROW, size
-from kit.results.verdict import MARKS, cells, folded_rows, without_parts
+from kit.results.verdict import MARKS, beside_mark, cells, folded_rows, without_parts
 
-MIB = 2**20
 SOURCES = {
     "Host memory of the ranks": {"rss": "resident", "anon_rss": "anonymous", "peak_rss": "peak"},
     "GPU memory": {
@@ -44,7 +44,7 @@ COUNT_LIMITS = tuple(
     }.items()
 )
 DRIFT_LIMITS = (Limit("memory_drift"), Limit("memory_growth"))  # of any lab
-CONTROL = "control, never released"
+CONTROL = "control run"
 MEMORY_METRICS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
 TONES = {True: "good", False: "bad", None: "faint"}  # of an answer
 MOST_NUMBERS = 4  # side by side in a plot
@@ -179,7 +179,7 @@ def verdict_cells(verdict: Verdict) -> pd.DataFrame:
     for line, group in enumerate(others):
         check, measured, limit, reason = cells(group)
         held = "" if group[0].measured is None else f"{measured}, limit {limit}"
-        why = textwrap.shorten(reason.removeprefix("not measured: "), 84 if held else 110, placeholder=" ...")
+        why = textwrap.shorten(beside_mark(reason), 84 if held else 110, placeholder=" ...")
         lines.append((line, 0.0, str(MARKS[group[0].passed]), TONES[group[0].passed]))
         lines += [
             (line, start, words, "ink")

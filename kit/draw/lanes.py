@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.ticker import AutoLocator
 
 from kit.draw.chart import (
     FRAME,
@@ -66,6 +67,7 @@ class Lanes(Chart):
         left = min(0.0, table["left"].min())
         ended = max(rows.attrs.get("ended", 0.0) * factor, table["right"].max(), 1e-9)
         ax.set_xlim(left, write_words(ax, table, left, ended))
+        ax.xaxis.set_major_locator(TicksUntil(ended))
         draw_bands(ax, rows, factor, theme)
         ax.set_ylim(bottom + 0.05, -0.02)
         ax.set_yticks([top + tall / 2 for top, tall in lanes.values()], list(lanes))
@@ -105,6 +107,17 @@ class Lanes(Chart):
         tall = lanes["tall"].max().fillna(max(min(self.lane, fitting), 0.05))
         tops = (tall + gap).cumsum() - tall
         return {str(lane): (float(tops[lane]), float(tall[lane])) for lane in tall.index}
+
+
+class TicksUntil(AutoLocator):
+    """Ticks up to the end of the run: beyond it are only words."""
+
+    def __init__(self, end: float) -> None:
+        super().__init__()
+        self.end = end
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        return [tick for tick in super().tick_values(vmin, vmax) if tick <= self.end]
 
 
 def place_of_words(look: Look) -> str:

@@ -27,6 +27,7 @@ from kit.draw.chart import (
 from kit.draw.style import Look, Theme, looks_of
 
 FAR = 8  # a limit this many times as high as all values needs a scale that has room for both
+EQUAL = 1.001  # values on a logarithmic axis that differ by less are drawn as equal
 MANY = 30  # more points of a line are small
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -79,7 +80,7 @@ class Lines(Chart):
                 "linewidths": 0.6,
             }
             ax.scatter(table["x"], table["value"], c=colours, zorder=3, **point)
-            handles = strokes(looks, theme) if len(looks) > 1 else patches(phases, theme)
+            handles = [*(strokes(looks, theme) if len(looks) > 1 else ()), *patches(phases, theme)]
         else:
             handles = strokes(looks, theme) if any(looks) else []
         for kind, look in looks.items() if not self.stacked else ():
@@ -89,7 +90,9 @@ class Lines(Chart):
             ax.axhline(table["start"].iloc[0], color=theme.faint, linewidth=1.0, zorder=1)
         draw_marks(ax, marks, theme)
         draw_bands(ax, table, x_scale, theme)
-        if not self.scale:
+        if self.scale == "log":
+            widen_if_equal(ax)
+        elif not self.scale:
             self._values_axis(ax, table, max((mark.value for mark in marks), default=-math.inf), scale.factor)
         self._x_axis(ax, table, theme)
         ax.set(xlabel=with_unit(self.about, x_unit) if self.about else "", ylabel=with_unit(self.label, scale.unit))
@@ -150,6 +153,14 @@ def log_axis(ax: Axes) -> None:
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def widen_if_equal(ax: Axes) -> None:
+    """Equal values get a decade of the axis. Matplotlib gives it to exactly equal ones only, and its logarithms round, depending on the
+    processor."""
+    low, high = ax.get_ylim()
+    if high < EQUAL * low:
+        ax.set_ylim(low / math.sqrt(10), high * math.sqrt(10))
 
 
 def errors_axis(ax: Axes, table: pd.DataFrame, marks: Sequence[Mark], theme: Theme) -> pd.DataFrame:

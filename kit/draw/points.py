@@ -36,7 +36,9 @@ class Points(Chart):
                 band: dict[str, Any] = {"color": colour, "linewidth": 5, "alpha": 0.3, "solid_capstyle": "round"}
                 ax.plot([x, x], [values.min(), values.max()], **band)
                 ax.plot(x, values.median(), "_", color=theme.ink, markersize=11, markeredgewidth=1.4, zorder=3)
-            edge: dict[str, Any] = {"markerfacecolor": "none"} if look.hollow else {"markeredgecolor": theme.paper}
+            # A full marker would hide a hollow one of the same value.
+            hollow = {"markerfacecolor": "none", "zorder": 2.5}
+            edge: dict[str, Any] = hollow if look.hollow else {"markeredgecolor": theme.paper}
             ax.plot([x] * len(values), values, shape.marker or "o", color=colour, markersize=5, **edge)
 
         least, most = table["value"].min(), table["value"].max()

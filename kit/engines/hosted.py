@@ -9,7 +9,7 @@ Limits: the undo of a `LoadedModel` loads a copy of the tensors that it held bef
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from kit.sync.adopting import let_go
 from kit.sync.buckets import Cut, Destination
 
 Destinations = Mapping[str, Sequence[Destination]]
+Storage = tuple[int, int]  # identity and size
 ENGINES = {
     "transformers": "kit.engines.hugging:TransformersModel",
     "vllm": "kit.engines.vllm:VllmModel",
@@ -174,7 +175,13 @@ class LoadedModel:
         self.engine = engine
         self.device = device
         self.asleep = False
-        self.shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self.full_tensors()}
+        self.shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        shown: set[Storage] = set()
+        for name, tensor in self.full_tensors():  # once: an engine may convert or send its weights for it
+            self.shapes[name] = tensor.dtype, tensor.shape
+            shown.add(storage_of(tensor))
+        # Where the weights lie at first. Tensors that the engine makes only to show them are not its own.
+        self.homes = shown.intersection(storage_of(tensor) for _, tensor in self.tensors())
 
     def full_tensors(self) -> Named:
         yield from self.engine.full_tensors()
@@ -234,20 +241,24 @@ class LoadedModel:
         return shards.made_of(name)[1]
 
     def resident(self) -> list[str]:
-        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is; and what an engine reports of
-        tensors in another process."""
+        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is, or where weights lay when it was
+        made; and what an engine reports of tensors in another process."""
         elsewhere = self.engine.resident() if hasattr(self.engine, "resident") else ()
         wanted = {(dtype, shape.numel()) for dtype, shape in self.shapes.values()}
-        kept = {tensor.untyped_storage()._cdata for _, tensor in self.constants()}
+        kept = {storage_of(tensor) for _, tensor in self.constants()}
         here = [
             f"{name}: {tensor.untyped_storage().nbytes()} B"
-            for name, _, tensor in TensorState(engine=self.engine).tensors
-            if (tensor.dtype, tensor.numel()) in wanted
+            for name, tensor in self.tensors()
+            if ((tensor.dtype, tensor.numel()) in wanted or storage_of(tensor) in self.homes)
             and tensor.device.type == self.device.type
             and tensor.untyped_storage().nbytes()
-            and tensor.untyped_storage()._cdata not in kept
+            and storage_of(tensor) not in kept
         ]
         return [*here, *elsewhere]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that the engine refers to, by their path in it."""
+        return ((path, tensor) for path, _, tensor in TensorState(engine=self.engine).tensors)
 
     def bytes_elsewhere(self) -> int:
         return int(self.engine.live_bytes()) if hasattr(self.engine, "live_bytes") else 0
@@ -278,6 +289,11 @@ class LoadedWeights(Cut):
                 self.model.load(name, tensor)
 
         return put_back
+
+
+def storage_of(tensor: torch.Tensor) -> Storage:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
 
 
 def call_if_there(owner: Any, method: str) -> None:

@@ -6,8 +6,10 @@ are about ratios to a control of the same run where there is one. If a part brea
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +17,10 @@ from typing import Any
 from kit.errors import KitError
 from kit.labs.discover import find
 from kit.labs.lab import Drive, Lab
-from kit.machine import has_gpu_driver
+from kit.machine import busy_seconds, has_gpu_driver
 from kit.nccl import SHARED_GPU
 from kit.results import Run
-from kit.results.samples import CEILING, SEAT, seat_of
+from kit.results.samples import CEILING, OTHERS, SEAT, seat_of
 from kit.world import World
 from kit.world.world import Printer, Worlds
 
@@ -137,11 +139,15 @@ def run_part(drive: Drive, part: Part) -> None:
     """Run one part: what it measured is recorded as it comes; if it breaks, the reason."""
     bench = Bench(drive)
     show_progress(drive.phase)
+    began, (all_before, own_before) = time.monotonic(), busy_seconds()
     try:
         for samples in part(bench):
             bench.keep(samples)
     except KitError as error:
         bench.keep(unmeasured(drive.phase, error))
+    all_after, own_after = busy_seconds()
+    used = (all_after - all_before) - (own_after - own_before)
+    drive.record(OTHERS, max(0.0, used / (time.monotonic() - began)), "cores", of=os.cpu_count() or 1)
 
 
 def show_progress(text: str) -> None:

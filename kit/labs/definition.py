@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.machine import free_gpu_bytes, free_memory
+from kit.machine import GIB, free_gpu_bytes, free_memory
 from kit.megatron.config import ModelConfig, dtype_on
 from kit.results.records import flat
 from kit.target import from_outside, load
@@ -292,12 +292,20 @@ def as_settings(config: Any) -> dict[str, Any]:
 
 class Step(NamedTuple):
     """One phase of one cycle. Only `roles` are called and measured; empty means all. `driver` makes it a driven step: `module:attr` on the
-    notebook side, called with a `kit.labs.lab.Drive`, calls roles until it returns."""
+    notebook side, called with a `kit.labs.lab.Drive`, calls roles until it returns. `case`: what people read for the cycle, if its number
+    alone says nothing to them; empty: nothing."""
 
     cycle: int
     phase: str
     roles: tuple[str, ...] = ()
     driver: str = ""
+    case: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where in the run the phase is, in words: "cycle 2"."""
+        number = f"cycle {self.cycle}" if self.cycle else ""
+        return number if self.case is None else self.case
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -470,8 +478,11 @@ class Definition:
         return tuple(load(self.rules))
 
     def all_rules(self) -> Sequence[Rule]:
-        """The lab's own rules and the common ones; each applies only to the runs that it concerns."""
-        return (*self.load_rules(), *load("kit.results.growth:EVERY_LAB"))
+        """The lab's own rules and the common ones, without those that an own one of the same name replaces. Each applies only to the runs
+        that it concerns."""
+        own = self.load_rules()
+        names = {rule.name for rule in own}
+        return (*own, *(rule for rule in load("kit.results.growth:EVERY_LAB") if rule.name not in names))
 
     def curves_of_run(self) -> Sequence[Curves]:
         """The curves of a new run: those by cycle, and the lab's own."""
@@ -484,7 +495,6 @@ class Definition:
 # -- whether a job fits this machine ------------------------------------------------------------------------------------
 
 
-GIB = 2**30
 JOB = "weights, gradients and optimizer"
 
 

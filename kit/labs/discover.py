@@ -136,12 +136,27 @@ def configure(
         raise BadInput(f"lab {lab.name!r} {why}")
     if config.routing == NCCL2:
         check_nccl2(ranks_python)
+    env, needs_megatron = world.env if world else {}, "megatron.core" in lab.preload
+    for name, target in own_targets(lab, config, here=False):
+        check_target(name, target, ranks_python, env, config=config, megatron=needs_megatron)
+    return config
+
+
+def own_targets(lab: Definition, config: LabConfig, *, here: bool) -> Iterator[tuple[str, str]]:
+    """The settings that name a person's code for this process, or for the ranks, and that code."""
     for field in fields(lab.config):
         target = getattr(config, field.name)
-        if field.option.target and target != field.default and target not in field.option.names:
-            there = () if field.option.here else (ranks_python, world.env if world else {})
-            check_target(field.name, target, *there, config=config, megatron="megatron.core" in lab.preload)
-    return config
+        own = field.option.target and target != field.default and target not in field.option.names
+        if own and field.option.here is here:
+            yield field.name, target
+
+
+def unloadable_here(lab: Definition, config: LabConfig) -> Iterator[tuple[str, str]]:
+    for name, target in own_targets(lab, config, here=True):
+        try:
+            check_target(name, target)
+        except BadInput as error:
+            yield name, str(error)
 
 
 def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
@@ -175,7 +190,9 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
     if fault is not None:
         yield from undetectable(lab, config, fault)
         rules.insert(0, ("", lambda: refuse_device(fault, "cuda" if on_cuda else "cpu")))
-    if lab.fits is not None:
+    unloadable = dict(unloadable_here(lab, config))
+    yield from unloadable.items()
+    if lab.fits is not None and not unloadable:  # it may look into this code
         rules.append(("", functools.partial(lab.fits, config)))
     for name, rule in rules:
         try:
@@ -240,7 +257,7 @@ class ConfigReading(NamedTuple):
 
 
 def read_config(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> ConfigReading:
-    """Fast enough to call on every keystroke, because code named by a setting (`module:attr`) is not looked up."""
+    """Fast enough to call on every keystroke, because code for the ranks (`module:attr`) is not looked up; code for this process is."""
     config = _read(lab, fault.set if fault else {}, given)
     if isinstance(config, dict):
         return ConfigReading(None, config)
@@ -383,7 +400,7 @@ def check_target(
     if not python:
         try:
             targets.load_callable(target)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module may be a script that ends itself
             raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
         return
     why = None

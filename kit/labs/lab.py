@@ -48,7 +48,7 @@ from kit.results.verdict import Verdict, checked_tolerances
 from kit.target import load, load_callable, replaced
 from kit.tls import make_certificate
 from kit.world import World
-from kit.world.calls import Pending, WorldObserver, cancel_all, wait
+from kit.world.calls import Pending, WorldObserver, cancel_all, wait, without_advice
 from kit.world.channel import publish
 from kit.world.launch import RAY
 from kit.world.world import Printer, Worlds
@@ -251,6 +251,7 @@ class Stepped:
     rows: Sequence[Row]
     done: int
     planned: int
+    place: str = ""  # of `Step`
 
     def table(self) -> list[list[str]]:
         """The heading, then a line per metric; for a changed level also its value before the phase."""
@@ -280,7 +281,8 @@ class Stepped:
         return table_html(head, body, caption=html.escape(self._head()))
 
     def _head(self) -> str:
-        return f"{self.phase}, cycle {self.cycle} (phase {self.done} of {self.planned})"
+        where = f", {self.place}" if self.place else ""
+        return f"{self.phase}{where} (phase {self.done} of {self.planned})"
 
 
 class Lab:
@@ -514,7 +516,7 @@ class Lab:
             self._go_on(step.phase, error, write)
         self.done += 1
         self._tell_panels()
-        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps))
+        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), place=step.place)
 
     def _go_on(self, phase: str, error: KitError, write: Write) -> None:
         """Record how a phase broke, and replace the ranks: they may hang, and what they hold may be damaged."""
@@ -748,7 +750,7 @@ class Lab:
     def _failed(self, error: BaseException) -> None:
         """Record the failure. An exception here must not hide the original error."""
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-        words = f"{name}: {error}" if str(error) else name
+        words = f"{name}: {without_advice(str(error))}" if str(error) else name
         self.error = words.partition("\n")[0]
         call = f"{RANKSIDE}:memory_history"
         keep: tuple[Callable[[], object], ...] = (

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from kit.loop.limit import time_limit
 from kit.loop.messages import Memory
+from kit.loop.runner import CoreRaised
 
 World = dict[str, Any]
 Findings = dict[str, str]  # why each rule failed
@@ -123,7 +124,8 @@ def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
     except NeverReturnedError:
         judged.findings = {NEVER_RETURNED: f"the world did not end within {wall_s:g} s; {last_words(rows)}"}
     except Exception as error:  # noqa: BLE001 - whatever own code raises is what was found
-        judged.findings = {RAISED: f"{type(error).__name__}: {error}; {last_words(rows)}"}
+        words = str(error) if isinstance(error, CoreRaised) else f"{type(error).__name__}: {error}"
+        judged.findings = {RAISED: f"{words}; {last_words(rows)}"}
     finally:
         limit.end()
     wall_s = time.perf_counter() - began

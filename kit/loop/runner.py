@@ -2,7 +2,7 @@
 
 It gives one event at a time to its core and delivers the commands: to a port, to another core (which gets the command as an event), to
 the ledger ("ledger", a note) or to itself ("runner": `ended` ends that core). Every wait has a deadline. An exception in a port becomes an
-`error` event with the command's ids; an exception in a core is a bug and ends the run. Not thread-safe.
+`error` event with the command's ids; an exception in a core is a bug and ends the run, by name. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import sysconfig
 import time
+import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
 from kit.loop.limit import returned
 from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
 from kit.results.records import Row
+from kit.target import load_callable
 
 Answers = Iterable[tuple[float, Event]]  # each after so many seconds
 Answer = Callable[[Command], Answers]
 
 S = TypeVar("S")
+Made = TypeVar("Made")
+KIT = Path(__file__).parents[1]
+LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 ITSELF = "runner"
 BEGINS = "begins"  # the row before a core's first commands
 A_SECOND = 100_000  # events of all cores in one second of their clock: a core that makes more makes them for ever
@@ -62,6 +69,34 @@ class Stalled(KitError):  # noqa: N818 - reads as what happened
 
 class Restless(KitError):  # noqa: N818 - reads as what happened
     """The cores made events from events and their clock hardly moved."""
+
+
+class CoreRaised(KitError):  # noqa: N818 - reads as what happened
+    """A core, which may be own code, raised an error: the words name the core, the event and the line."""
+
+
+def core_raised(at: str, error: Exception) -> CoreRaised:
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    # None if the core takes other arguments, or returns anything but a state and commands.
+    outside = [(file, line) for file, line in frames if not file.is_relative_to(KIT)]
+    own = [(file, line) for file, line in outside if not any(file.is_relative_to(place) for place in LIBRARIES)]
+    where = "".join(f" ({file.name}, line {line})" for file, line in (own or outside)[-1:])
+    return CoreRaised(f"{at} raised {type(error).__name__}: {error}{where}")
+
+
+def made_core(target: str, *given: Any) -> Any:
+    """What own code makes: a core, or a pipeline's own side of the desk."""
+    return made_by(load_callable(target), target, *given)
+
+
+def made_by(make: Callable[..., Made], target: str, *given: Any, **named: Any) -> Made:
+    """What `make`, which is `target`, returns."""
+    try:
+        return make(*given, **named)
+    except KitError:
+        raise
+    except Exception as error:
+        raise core_raised(target, error) from error
 
 
 class Runner:
@@ -174,10 +209,20 @@ class Runner:
 
     def _answer(self, name: str, event: Event | None) -> tuple[Any, tuple[Command, ...]]:
         core = self.cores[name]
-        return returned(
-            lambda: core.begin() if event is None else core.step(self.states[name], event),
-            lambda: f"{name} in {'its start' if event is None else f'the event {event.name}'}",
-        )
+
+        def at() -> str:
+            return f"{name} in {'its start' if event is None else f'the event {event.name}'}"
+
+        def answer() -> tuple[Any, tuple[Command, ...]]:
+            state, commands = core.begin() if event is None else core.step(self.states[name], event)
+            return state, checked(commands)
+
+        try:
+            return returned(answer, at)
+        except KitError:
+            raise
+        except Exception as error:
+            raise core_raised(at(), error) from error
 
     def _count(self, name: str, event: Event | None, second: int) -> None:
         before, count = self.second
@@ -212,6 +257,13 @@ class Runner:
         if len(self.cores) == 1:
             return list(self.cores)
         raise BadInput(f"the event {event.name} belongs to the pipeline {event.pipeline!r}, which has no core")
+
+
+def checked(commands: Iterable[Any]) -> tuple[Command, ...]:
+    commands = tuple(commands)
+    if wrong := [command for command in commands if not isinstance(command, Command)]:
+        raise TypeError(f"{wrong[0]!r} stands among its commands and is no Command")
+    return commands
 
 
 def _error_sentence(error: BaseException) -> str:

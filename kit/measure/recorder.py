@@ -1,4 +1,4 @@
-"""The recorder: three lines in anybody's own training script write a Run that every view, check and export understands.
+"""The recorder: three lines in anybody's own training script write a Run that every view and export understands.
 
 Rank and world size are arguments, or come from the environment (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK or NODE_RANK:
 torchrun and Ray Train set them), else this is rank 0 of 1. Ranks of one machine append to one records.jsonl, a single write()

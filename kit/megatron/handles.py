@@ -149,7 +149,7 @@ def install() -> None:
     default = c10d._world.default_pg
     if default is not None and not isinstance(default, Handle):
         state.store = c10d._world.pg_map[default][1]
-        _redirect_defaults(default, adopt(default, maker=WORLD))
+        redirect_defaults(default, adopt(default, maker=WORLD))
     if state.installed:
         return
     plain = c10d.new_group
@@ -183,7 +183,7 @@ def uninstall() -> None:
     if isinstance(default, Handle):
         inner = default.kit_inner
         rekey(default, inner)
-        _redirect_defaults(default, inner)
+        redirect_defaults(default, inner)
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
@@ -191,9 +191,26 @@ def _replace(owner: Any, name: str, new: Any) -> None:
     setattr(owner, name, new)
 
 
-def _redirect_defaults(old: Any, new: Any) -> None:
+def all_functions() -> list[types.FunctionType]:
+    """Those that a walk over all objects finds; and, where such walks pass over what was imported before, those of modules and classes."""
+    # Asked by type: `isinstance` would ask proxies for their class, which may warn or raise.
+    found = {id(kept): kept for kept in gc.get_objects() if type(kept) is types.FunctionType}
+    if not gc.get_freeze_count():
+        return [*found.values()]
+    modules = [dict(vars(module)) for module in [*sys.modules.values()] if issubclass(type(module), types.ModuleType)]
+    classes = [dict(vars(kind)) for names in modules for kind in names.values() if issubclass(type(kind), type)]
+    waiting = [value for names in (*modules, *classes) for value in names.values()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is types.FunctionType and id(value) not in found:
+            found[id(value)] = value
+            waiting.append(getattr(value, "__wrapped__", None))
+    return [*found.values()]
+
+
+def redirect_defaults(old: Any, new: Any) -> None:
     """Modules imported after the default group came (torch.distributed.nn is one) hold it in their functions' defaults."""
-    for function in [kept for kept in gc.get_objects() if type(kept) is types.FunctionType]:
+    for function in all_functions():
         if function.__defaults__ and any(default is old for default in function.__defaults__):
             function.__defaults__ = tuple(new if default is old else default for default in function.__defaults__)
 

@@ -116,7 +116,7 @@ def _leads_to(group: Any, reached: dict[int, str], keep: list[Any]) -> str:
         return reached[id(real)]
     listed = any(listed_group is real or listed_group is group for listed_group in births.registered_groups())
     about = births.group_facts(real)["description"]
-    return f"{about} (outside of Megatron's globals)" if listed else f"{about} (in no table)"
+    return f"{about} (outside of Megatron's globals)" if listed else f"{about} (not registered with torch)"
 
 
 def holders(**roots: Any) -> list[tuple[str, Any]]:

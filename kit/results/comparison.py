@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
 from kit.results.frames import labels, with_ids
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # The outcome of a job, as the name of a metric or as the id `name`: identical to the last bit in two runs that did the same.
-OUTCOMES = ("loss", "global_loss", "grad_norm", "digest")
+OUTCOMES = {"loss": "losses", "global_loss": "losses", "grad_norm": "gradient norms", "digest": "digests"}
 # Metrics with these endings are noise: what the phase before left, and the meter's own time.
 NOISE = ("_before", "overhead_seconds", "observers_seconds")
 # By how much of itself a measured amount may differ between two runs that did the same: with several readings, and with one.
@@ -192,21 +192,32 @@ def _against_spread(table: pd.DataFrame) -> pd.Series[float]:
     return (table["difference"].abs() / noise.clip(lower=table["base"].abs() * share)).fillna(0.0)
 
 
-def outcomes(base: Run, run: Run) -> tuple[int, int]:
-    """How many outcomes the two runs have, and how many of them differ. NaN always differs."""
+class ComparedOutcomes(NamedTuple):
+    """How many outcomes two runs have, how many of them differ, and what they are: "losses and digests"."""
+
+    total: int
+    differ: int
+    kinds: str
+
+
+def outcomes(base: Run, run: Run) -> ComparedOutcomes:
+    """Compare to the last bit. NaN always differs."""
     before, after = (_outcomes(of_run) for of_run in (base, run))
     keys = {*before, *after}
-    return len(keys), sum(_differ(before.get(key), after.get(key)) for key in keys)
+    differ = sum(_differ(before.get(key), after.get(key)) for key in keys)
+    found = {kind for kind, *_ in keys}
+    *kinds, last = [kind for kind in dict.fromkeys(OUTCOMES.values()) if kind in found] or [""]
+    return ComparedOutcomes(len(keys), differ, f"{', '.join(kinds)} and {last}" if kinds else last)
 
 
 def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
+    """By the kind of outcome and its place."""
     frame = run.frame()
-    named = with_ids(frame, "name")
-    known = frame["metric"].isin(OUTCOMES)
-    known[named.index[named["name"].isin(OUTCOMES)]] = True
-    known_rows = frame[known]
-    keys = zip(*(known_rows[name] for name in ("cycle", "phase", "rank", "metric", "ids")), strict=True)
-    return dict(zip(keys, zip(known_rows["text"], known_rows["value"].tolist(), strict=True), strict=True))
+    names = with_ids(frame, "name")["name"].reindex(frame.index)
+    kinds = frame["metric"].map(OUTCOMES).fillna(names.map(OUTCOMES))
+    rows = frame.assign(kind=kinds)[kinds.notna()]
+    keys = zip(*(rows[name] for name in ("kind", "cycle", "phase", "rank", "metric", "ids")), strict=True)
+    return dict(zip(keys, zip(rows["text"], rows["value"].tolist(), strict=True), strict=True))
 
 
 def _differ(before: tuple[str, float] | None, after: tuple[str, float] | None) -> bool:

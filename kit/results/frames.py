@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,9 +210,7 @@ def export(
 
     `units` are the units of columns; ROW is the unit that the row's own column `unit` names.
     """
-    kind = user_path(path).suffix.lower()
-    if kind not in SUFFIXES:
-        raise BadInput(f"{Path(path).name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
+    kind = known_suffix(path)
     target = output_file(path)
     if kind == ".parquet":
         import pyarrow as pa
@@ -230,6 +228,14 @@ def export(
         table = readable(without_empty(frame), units or {})
         write_text(target, _for_people(kind, table, provenance, title or target.stem, target.stem))
     return target
+
+
+def known_suffix(path: str | Path, also: Sequence[str] = ()) -> str:
+    """The ending of a file's name, one of those of tables or of others that are `also` allowed."""
+    kind = user_path(path).suffix.lower()
+    if kind not in (allowed := (*SUFFIXES, *also)):
+        raise BadInput(f"{Path(path).name!r} has no known ending; allowed are {', '.join(allowed)}")
+    return kind
 
 
 def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kit.machine import MIB
 from kit.nccl import SHARED_GPU
 from kit.results.frames import Source, sharing, source
 from kit.results.rules import Measured, Missing, NotMeasured, Rule, TooFewCycles, incomplete, null, rule, select
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
-MIB = 2**20
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
@@ -370,7 +370,12 @@ def routing_effective(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
     return Measured(float(routed[rank] / made[rank]), why + dropped)
 
 
-PILES_UP = rule(nothing_piles_up, cycles=SETTLED + 1)
+def by_ranks(config: Mapping[str, Any]) -> bool:
+    """Whether ranks do the work. On simulated ones nothing could pile up in them."""
+    return not config.get("simulated")
+
+
+PILES_UP = rule(nothing_piles_up, cycles=SETTLED + 1, when=by_ranks)
 # Rules for any job, without a lab.
 OBSERVED = (
     replace(PILES_UP, measure=each_observed(lambda _: nothing_piles_up), when=observed),

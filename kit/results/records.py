@@ -53,7 +53,9 @@ SEALED = (
     "sealed"  # in run.json: the count and digest of rows and verdict when the run ended, and digests of these facts
 )
 SEALED_FACTS = ("config", "lab", "fault")
-SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
+SCHEMA = (
+    3  # in run.json; since 3 a run that ended is sealed; runs without it coded texts and ids in the names of metrics
+)
 STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it
 NOTEBOOK = -1  # the rank of what the notebook side recorded
 PATTERN = "records*.jsonl"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput, KitError, hint
-from kit.machine import is_gone, owner
+from kit.machine import MIB, is_gone, owner
 from kit.results.frames import export, read_ids, rows_of
 from kit.results.old import current_settings
 from kit.results.records import (
@@ -75,6 +75,7 @@ RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name o
 LONGEST = 120  # characters of a label
 SHOWN_NAMES = 4  # of several runs with one name
 EDITED = "run.json: the {} was edited after the run ended"
+UNSEALED = f"run.json: `{SEALED}` was removed, so nothing shows whether the run was edited after it ended"
 BROKEN = ("stopped", "interrupted", "failed")
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
@@ -188,7 +189,7 @@ class Run:
         """What accidents have changed since the run ended, one sentence each. Someone who forges a run can also change its seal."""
         sealed = self.info().get(SEALED)
         if not sealed or self.info()["status"] == "running":
-            return []
+            return [UNSEALED] if lacks_seal(self.info()) else []
         self._load()
         known = sealed["records"]
         changes = edited_facts(self.info())
@@ -378,6 +379,12 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
     return f"this box has {there}: {why}"
 
 
+def lacks_seal(info: Mapping[str, Any]) -> bool:
+    """Whether a lab's run has ended and its file lacks what the kit wrote then; older kits wrote none."""
+    since = info.get("schema", 0) >= SCHEMA and "launch" not in info
+    return since and info["status"] != "running" and SEALED not in info
+
+
 def edited_facts(info: Mapping[str, Any]) -> list[str]:
     """What run.json says otherwise than when the run ended, a sentence each. Older kits sealed fewer facts."""
     sealed = info.get(SEALED) or {}
@@ -548,7 +555,7 @@ def frame_of(columns: Columns) -> pd.DataFrame:
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
-BLOCK = 2**20  # bytes
+BLOCK = MIB
 KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read
 
 
@@ -666,13 +673,17 @@ def create_run(
     out: str | Path | None = None,
     fault: str | None = None,
 ) -> RunWriter:
-    """Make a run folder, `out` or a new one in `runs_dir`, for its owner only. A folder that cannot be written is a `BadInput`."""
+    """Make a run folder, `out` or a new one in `runs_dir`, for its owner only. A folder that cannot be written, or that has a person's
+    files, is a `BadInput`."""
     folder = None
     while folder is None:
         identity = f"{lab}-{unique()}"
-        folder = _make_folder(Path(runs_dir) / identity if out is None else user_path(out), exist_ok=out is not None)
-    if (folder / "run.json").exists() or any(folder.glob(PATTERN)) or not _claim(folder):
-        raise BadInput(f"{folder} already holds a run; choose another folder")
+        wanted = (Path(runs_dir) / identity if out is None else user_path(out)).absolute()
+        made = [path for path in (wanted / "logs", wanted) if not path.exists()]
+        folder = _make_folder(wanted, exist_ok=out is not None)
+    refuse_filled(folder)
+    if not _claim(folder, made):
+        raise BadInput(HOLDS_RUN.format(folder))
     info = {
         "run": identity,
         "lab": lab,
@@ -690,7 +701,34 @@ def create_run(
     try:
         return RunWriter(folder, info)
     except (OSError, KitError) as error:
+        _unclaim(folder, made)
         raise BadInput(f"cannot write a run to {folder}: {error}") from error
+
+
+HOLDS_RUN = "{} already holds a run; choose another folder"
+
+
+def refuse_filled(folder: Path) -> None:
+    """Refuse a folder that holds a run or other files: a run would be among them, and whoever deletes it would delete them too."""
+    try:
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise BadInput(f"cannot write a run to {folder}: {error.strerror}") from error
+    if (folder / "run.json").exists() or any(folder.glob(PATTERN)):
+        raise BadInput(HOLDS_RUN.format(folder))
+    if filled:
+        raise BadInput(f"{folder} is not empty; choose a new folder or an empty one")
+
+
+def _unclaim(folder: Path, made: Iterable[Path]) -> None:
+    """Remove what a run that could not begin has made, such as on a full disk: it would be a folder of records without run.json. `made`:
+    folders that were not there before."""
+    with contextlib.suppress(OSError):
+        for name in ("run.json", "records.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def unique() -> str:
@@ -708,13 +746,15 @@ def runs_dir() -> Path:
     return Path.home() / ".local" / "share" / "lifecycle-kit" / "runs"
 
 
-def _claim(folder: Path) -> bool:
-    """Make the file of records; False if another run made it in the meantime: of several that begin in one folder, one gets it."""
+def _claim(folder: Path, made: Iterable[Path]) -> bool:
+    """Make the file of records; False if another run made it in the meantime: of several that begin in one folder, one gets it. A folder
+    that was there keeps its mode."""
     try:
         (folder / "records.jsonl").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError as error:
+        _unclaim(folder, made)
         raise BadInput(f"cannot write a run to {folder}: {error}") from error
     return True
 
@@ -726,7 +766,7 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if exist_ok and folder.is_dir():
             return folder
-        folder.mkdir(mode=0o700)  # records name hosts and settings; a folder that is there keeps its mode
+        folder.mkdir(mode=0o700)  # records name hosts and settings
     except FileExistsError as error:
         if folder.is_dir():
             return None

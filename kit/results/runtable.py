@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.errors import BadInput, hint
+from kit.errors import BadInput, suggestion
 from kit.results.comparison import in_words
 from kit.results.old import current_settings
 from kit.results.records import PATTERN, SEALED, flat, read_json
@@ -24,6 +24,7 @@ from kit.results.run import (
     early_end,
     edited_facts,
     label_in,
+    lacks_seal,
     run_name,
     stamp_of,
     state_of,
@@ -40,6 +41,7 @@ Facts = dict[str, Any]
 COMMON = ("run", "label", "lab", "differs", "fault", "status", "verdict", "started", "took [s]", "machine", "sweep")
 FILES = ("run.json", "verdict.json", LABEL)
 EDITED, LOST = "edited after the run ended", "records were lost after the run ended"
+LISTED = 12  # names of columns in a sentence
 KEPT: dict[Path, tuple[Any, Facts]] = {}  # facts of runs that ended, with the state of their files
 MEDIANS: dict[tuple[Path, str], tuple[Any, tuple[float | None, str]]] = {}
 
@@ -97,7 +99,7 @@ def changed_since(folder: Path, info: Mapping[str, Any], stored: Verdict | None)
     """What accidents have changed since the run ended, as far as it shows without its rows; `Run.alterations` looks at these too."""
     sealed = info.get(SEALED)
     if not sealed or info["status"] == "running":
-        return ""
+        return EDITED if lacks_seal(info) else ""
     # Older kits did not write the size of a file.
     grown = [
         state_of(f"{folder}/{name}")[0] - wrote.get("bytes", math.inf) for name, wrote in sealed["records"].items()
@@ -194,7 +196,7 @@ def run_frame(rows: Sequence[Facts], picks: Iterable[str] = ()) -> pd.DataFrame:
     for at, name in enumerate(picks):
         known = any(name in row["config"] or name in row["numbers"] for row in rows)
         if rows and not known and all(row[at][0] is None for row in cells):
-            raise BadInput(f"no run has a setting, check or PHASE/METRIC {name!r}; {hint(name, pickable(rows))}")
+            raise BadInput(f"no run has a setting, check or PHASE/METRIC {name!r}; {column_hint(name, pickable(rows))}")
     heads = {name: f"{name} [{unit_word(unit)}]" if unit_word(unit) else name for name, unit in units.items()}
     apart = settings_apart(rows)
     table = [
@@ -216,6 +218,13 @@ def run_frame(rows: Sequence[Facts], picks: Iterable[str] = ()) -> pd.DataFrame:
     frame["took [s]"] = frame["took [s]"].astype("float64")
     frame.attrs = {"picks": list(heads.values())}
     return frame
+
+
+def column_hint(name: str, names: Sequence[str]) -> str:
+    """The closest name and the first ones: a lab has hundreds."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    where = "; `kit labs LAB` lists settings, `kit show` checks and phases" if more else ""
+    return f"{suggestion(name, names)}allowed are {', '.join(names[:LISTED])}{more}{where}"
 
 
 def plain_cell(value: Any) -> Any:

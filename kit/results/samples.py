@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kit.results.run import Run
 
 SEAT = "seat"  # the ranks of a World of the bench, with their devices
+OTHERS = "others_used"  # how many cores other processes of the machine used while a part was measured
+NOTED = 0.1  # from this share of a machine's cores on a result says that others used them
 CEILING = "_ceiling"  # ends the metric of the best that the machine allows, beside the samples
 
 
@@ -91,6 +93,7 @@ def reported_rows(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
     frame, provenance = run.frame(), run.provenance
     parts = frame[(frame["metric"] == "seconds") & (frame["rank"] == NOTEBOOK)]
     places = with_ids(frame[frame["metric"] == SEAT], "devices").drop_duplicates(["value", "devices", "text"])
+    others = with_ids(frame[frame["metric"] == OTHERS], "of")
     seats = zip(places["value"].astype(int), places["devices"], places["text"], strict=True)
     return {
         "bench": run.lab.removeprefix("bench-"),
@@ -98,6 +101,10 @@ def reported_rows(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
         "provenance": provenance.get("rank0", provenance),
         "seats": [{"ranks": ranks, "devices": devices.split(","), "why": why} for ranks, devices, why in seats],
         "parts": dict(zip(parts["phase"], parts["value"].round(3), strict=True)),
+        "others": [
+            {"part": part, "used": round(used, 2), "cores": int(cores)}
+            for part, used, cores in zip(others["phase"], others["value"], others["of"], strict=True)
+        ],
         "ended": run.status,
     }
 
@@ -107,7 +114,16 @@ def rows_text(data: Mapping[str, Any]) -> str:
     head, cells = Recorded("", data["provenance"], data["rows"]).table
     notes = [f"{row['who']}, {row['what']}: {row['note']}" for row in data["rows"] if row["note"]]
     seats = [f"seats: {seated(seat)}" for seat in data["seats"]]
-    return "\n".join([columns([[*head], *cells]), "", *notes, "", machine(data["provenance"]), *seats])
+    busy = [shared for other in data["others"] if (shared := others_text(other))]
+    return "\n".join([columns([[*head], *cells]), "", *notes, "", machine(data["provenance"]), *seats, *busy])
+
+
+def others_text(others: Mapping[str, Any]) -> str:
+    """What other processes used while a part was measured; empty where that is little."""
+    if others["used"] < NOTED * others["cores"]:
+        return ""
+    used = f"{others['used']:g} of {counted(others['cores'], 'core')}"
+    return f"others: while {others['part']} was measured, other processes of this machine used {used}: its times are not a quiet machine's"
 
 
 def seated(seat: Mapping[str, Any]) -> str:

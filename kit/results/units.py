@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+
+from kit.machine import GIB, MIB
 
 ROW = "*"  # of a table's column: the unit that each row's own column `unit` names
 
@@ -19,7 +21,7 @@ def amount(value: float | None, unit: str = "") -> str:
         scale, unit = (1.0, "s") if seconds > 0.99 else (1e3, "ms") if seconds > 0.99e-3 or not seconds else (1e6, "µs")
         return f"{digits(value * scale)} {unit}"
     if unit == "B":
-        return f"{value / 2**20:.1f} MiB"
+        return f"{value / MIB:.1f} MiB"
     if unit == "B/s":
         return f"{digits(value / 1e9)} GB/s"
     word = unit_word(unit)
@@ -52,7 +54,7 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def size_unit(most: float) -> tuple[float, str]:
-    return (2.0**-30, "GiB") if most >= 8 * 2**30 else (2.0**-20, "MiB")
+    return (1 / GIB, "GiB") if most >= 8 * GIB else (1 / MIB, "MiB")
 
 
 def size(value: float) -> str:
@@ -74,12 +76,22 @@ def sample_counts(counts: AbstractSet[int]) -> str:
     return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"
 
 
-def columns(rows: Iterable[Iterable[str]], *, width: int = 0, right: Sequence[int] = ()) -> str:
-    """Cells under each other; `right` numbers the right-aligned columns. The widest columns but the first are cut to fit `width`."""
+SHORTEST_CELL = 5  # characters of a cell that is cut, unless its column says more
+
+
+def columns(
+    rows: Iterable[Iterable[str]], *, width: int = 0, right: Sequence[int] = (), least: Mapping[int, int] | None = None
+) -> str:
+    """Cells under each other; `right` numbers the right-aligned columns. The widest columns but the first are cut to fit `width`, none
+    below its `least` characters."""
     table = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    shortest = [(least or {}).get(index, SHORTEST_CELL) for index in range(len(widths))]
     while width and sum(widths) + 2 * (len(widths) - 1) > width:
-        widths[widths.index(max(widths[1:]), 1)] -= 1
+        cuttable = [index for index in range(1, len(widths)) if widths[index] > shortest[index]]
+        if not cuttable:
+            break
+        widths[max(cuttable, key=widths.__getitem__)] -= 1
 
     def padded(index: int, cell: str) -> str:
         most = widths[index]
@@ -93,7 +105,8 @@ def table_html(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), caption: str = ""
 ) -> str:
     """An HTML table. Cells must be escaped already; `right` numbers the right-aligned columns."""
-    sides = ["right" if index in right else "left" for index in range(len(head))]
+    # A number stays on one line with its unit.
+    sides = ["right;white-space:nowrap" if index in right else "left" for index in range(len(head))]
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return "".join(

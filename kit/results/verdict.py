@@ -77,23 +77,31 @@ def cells(rows: Sequence[VerdictRow]) -> tuple[str, str, str, str]:
     if len(rows) > 1:
         names = ", ".join(row.check for row in rows)
         return f"{len(rows)} checks", "-", "", f"{row.why} ({names})"
-    measured, limit = amount(row.measured, row.unit), amount(row.limit, row.unit)
-    if measured == limit and row.measured != row.limit:  # what lies just beside its limit needs more digits
+    measured, limit = amount(row.measured, row.unit), amount(None if math.isnan(row.limit) else row.limit, row.unit)
+    if measured == limit != "-" and row.measured != row.limit:  # what lies just beside its limit needs more digits
         measured = f"{row.measured!r} {unit_word(row.unit)}".rstrip()
     return row.check, measured, limit, row.why
 
 
-def tally(rows: Sequence[VerdictRow]) -> str:
-    failed, unmeasured, passed = (sum(row.passed is answer for row in rows) for answer in MARKS)
-    return f"{failed} failed, {passed} passed, {unmeasured} not measured" if rows else "no checks"
+def beside_mark(why: str) -> str:
+    """The reason without the words "not measured", where the row's mark already has them."""
+    return why.removeprefix("not measured: ")
+
+
+def tally(rows: Iterable[VerdictRow]) -> str:
+    """The numbers of checks; a check with parts counts once."""
+    heads = without_parts(rows)
+    failed, unmeasured, passed = (sum(row.passed is answer for row in heads) for answer in MARKS)
+    return f"{failed} failed, {passed} passed, {unmeasured} not measured" if heads else "no checks"
 
 
 def measured_of(rows: Sequence[VerdictRow], *, ended: bool = False) -> str:
-    """In a table of runs: "15 of 22 measured, all passed". Of a run that did not come to its end, nothing has passed yet."""
+    """In a table of runs: "all passed, 15 of 22 measured". Of a run that did not come to its end, nothing has passed yet."""
     measured = [row for row in rows if row.passed is not None]
     failed = sum(row.passed is False for row in measured)
-    words = f"{failed} failed" if failed else "so far" if ended else "all passed"
-    return f"{len(measured)} of {len(rows)} measured{f', {words}' if measured else ''}"
+    answer = f"{failed} failed, " if failed else "" if ended or not measured else "all passed, "
+    so_far = ", so far" if ended and measured and not failed else ""
+    return f"{answer}{len(measured)} of {len(rows)} measured{so_far}"
 
 
 def headline(rows: Iterable[VerdictRow]) -> str:
@@ -170,8 +178,9 @@ class Verdict(tuple[VerdictRow, ...]):  # noqa: SLOT001 - a tuple cannot have sl
     def _repr_html_(self) -> str:
         rows = []
         for group in folded_rows(self):
-            mark = MARKS[group[0].passed]
-            rows.append([f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>', *map(html.escape, cells(group))])
+            mark, (*about, why) = MARKS[group[0].passed], cells(group)
+            words = map(html.escape, [*about, beside_mark(why)])
+            rows.append([f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>', *words])
         return table_html(_HEAD, rows, right=(2, 3), caption=self.summary())
 
     def changes(self, before: Verdict) -> list[str]:

@@ -6,11 +6,13 @@ Rows that a runner writes twice, as a command and as another core's event, count
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit.results.ledger import Ledger
 from kit.results.records import Row, numbers
@@ -77,7 +79,9 @@ def replica_of(row: Row) -> tuple[str, int]:
 
 
 class DeskLedger(Ledger):
-    """The rows that concern the desk, each once; `turn` has the number of the desk's turn of a row, by its position."""
+    """The rows that concern the desk, each once; `turn` has the number of the desk's turn of a row, by its position.
+
+    `unheard` are operations that the desk never read, because it had ended or the run stopped."""
 
     def __init__(self, rows: Iterable[Row | Mapping[str, Any]]) -> None:
         super().__init__(rows)
@@ -89,14 +93,20 @@ class DeskLedger(Ledger):
         self._replayed: list[tuple[Row, Books]] | None = None  # all of it, once a rule has read that far
         turn = 0
         once: list[Row] = []
+        sent: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
         for row in self.rows:
             core = row.get("core")
             turn += core == self.desk or (core is None and row.event in OPERATIONS)
+            if row.event in OPERATIONS and row.get("to") == self.desk:
+                sent[row.who, row.event].append(row)
+            elif row.event in OPERATIONS and core == self.desk:
+                sent[row.who, row.event] = sent[row.who, row.event][1:]
             if row.get("to") == self.desk or (core not in (None, self.desk) and row.event in ANSWERS):
                 continue  # written twice: as a command and as another core's event
             self.turn[row.at] = turn
             once.append(row)
         self.index(once)
+        self.unheard = sorted(itertools.chain(*sent.values()), key=lambda row: row.at)
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
         # The error of a request that expired ends an earlier request.
         expired = {(row.who, self.turn[row.at]) for row in self.by_event["expired"]}
@@ -110,6 +120,11 @@ class DeskLedger(Ledger):
 
     def limit(self, name: str, default: int) -> int:
         return int(self.limits.get(name, default))
+
+    @property
+    def dead(self) -> set[str]:
+        """The pipelines that died, with all their replicas."""
+        return {row.who for row in self.by_event["died"] if "replica" not in row.ids}
 
     def replay(self) -> Iterator[tuple[Row, Books]]:
         """Each row with the books before it, up to the desk's end. All rules read the same books, which each row is booked into once."""
@@ -139,6 +154,19 @@ class DeskLedger(Ledger):
             last = row
 
 
+class WaitingRequest(NamedTuple):
+    """A request that the desk has queued. `at` is the row that made it."""
+
+    kind: str
+    at: int
+    target: int
+    time: float
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        return ORDER.index(self.kind), self.at
+
+
 @dataclass(slots=True)
 class Books:
     """The state according to the rows so far. A replica is (pipeline, number), a cluster (pipeline, name)."""
@@ -151,8 +179,7 @@ class Books:
     handed_over: set[str] = field(default_factory=set)
     over: set[tuple[str, str]] = field(default_factory=set)  # sides of the admission that reached their limit
     asked: dict[tuple[str, str], int] = field(default_factory=dict)  # the row of an `acquire` that is not granted
-    # Kind, row, target and time of a request.
-    waiting: dict[tuple[str, str], tuple[str, int, int, float]] = field(default_factory=dict)
+    waiting: dict[tuple[str, str], WaitingRequest] = field(default_factory=dict)
     held: dict[tuple[str, str], str] = field(default_factory=dict)  # leases other than generation: their kind
     generating: set[str] = field(default_factory=set)  # pipelines with a lease of generation
     active: dict[str, set[int]] = field(default_factory=dict)
@@ -167,7 +194,7 @@ class Books:
 
     def bundle(self, name: str, replica: int) -> frozenset[int]:
         tp = self.tp[name]
-        return frozenset(self.clusters[name]["generation"][replica * tp : (replica + 1) * tp])
+        return frozenset(self.clusters[name].get("generation", ())[replica * tp : (replica + 1) * tp])
 
     def replicas(self, name: str) -> range:
         return range(len(self.clusters[name].get("generation", ())) // self.tp[name])
@@ -292,7 +319,8 @@ class Books:
                     self.set_up.add(row.who)
                 self.asked[key] = row.at
             case "queued":
-                self.waiting[key] = (row["kind"], self.asked.pop(key, row.at), int(row.get("target", 0)), row.time)
+                asked = self.asked.pop(key, row.at)
+                self.waiting[key] = WaitingRequest(row["kind"], asked, int(row.get("target", 0)), row.time)
             case "granted":
                 self.asked.pop(key, None)
                 self.waiting.pop(key, None)
@@ -308,33 +336,34 @@ class Books:
                 self.leaving -= {row.who} - self.closing
                 self.generating.discard(row.who)
 
-    def _take_replica(self, row: Row, one: tuple[str, int]) -> None:
-        name, replica = one
+    def _take_replica(self, row: Row, key: tuple[str, int]) -> None:
+        name, replica = key
         match row.event:
             case "left":
                 self.active[name].discard(replica)
-                self.sleeping.add(one)
+                self.sleeping.add(key)
             case "shrunk":
-                self.sleeping.discard(one)
+                self.sleeping.discard(key)
             case "expand":
-                self.waking.add(one)
-            case "expanded" if one in self.waking:
-                self.waking.discard(one)
+                self.waking.add(key)
+            case "expanded" if key in self.waking:
+                self.waking.discard(key)
                 self.active[name].add(replica)
                 self.generating.add(name)
             case "error" if row.get("of") == "expand":
-                self.lose(one)
+                self.lose(key)
             case "died" if row.get("core") != name:
-                self.lose(one)
+                self.lose(key)
             case "restarted":
-                self.dead.discard(one)
+                self.dead.discard(key)
 
-    def lose(self, one: tuple[str, int]) -> None:
-        if one[1] in self.replicas(one[0]):
-            self.dead.add(one)
-            self.active[one[0]].discard(one[1])
-            self.sleeping.discard(one)
-            self.waking.discard(one)
+    def lose(self, key: tuple[str, int]) -> None:
+        name, replica = key
+        if replica in self.replicas(name):
+            self.dead.add(key)
+            self.active[name].discard(replica)
+            self.sleeping.discard(key)
+            self.waking.discard(key)
 
     def free(self, name: str, cluster: str, kind: str) -> None:
         if self.held.get((name, cluster)) == kind:
@@ -380,8 +409,8 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
         if name in books.leaving or (name, replica) in books.out:
             shrink(name, replica)
     kept: set[int] = set()
-    for (name, cluster), waits in sorted(books.waiting.items(), key=lambda one: (ORDER.index(one[1][0]), one[1][1])):
-        if waits[0] == "generation":
+    for (name, cluster), request in sorted(books.waiting.items(), key=lambda waiting: waiting[1].precedence):
+        if request.kind == "generation":
             continue
         wanted = set(books.clusters[name][cluster])
         victims = [replica for replica in books.awake() if books.bundle(*replica) & (wanted - idle)]
@@ -396,13 +425,27 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
     return books, shrinks, grants, idle
 
 
-def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]], *, lends: bool) -> set[tuple[str, int]]:
-    """Activate replicas one by one for the pipeline that lacks most; return them, and add donors' replicas to `shrinks`.
+class Shares(NamedTuple):
+    """What the pipelines with demand may have of the devices. A share is `parts` of all parts, which gaps are counted in too: whole
+    numbers. `bundles` are the replicas that an eligible pipeline is to have."""
 
-    `lends`: a pipeline without work keeps no last replica, donors without work come first, and replicas are chosen by `trained_on`.
-    """
-    touched, expands = {*shrinks}, set[tuple[str, int]]()
-    asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
+    left: dict[str, int]  # groups, of every pipeline
+    whole: dict[str, int]  # groups of the step, or of its estimate
+    parts: dict[str, int]  # of every pipeline that has told its demand
+    weight: int
+    budget: int
+    bundles: dict[str, int]
+
+    def gap(self, books: Books, name: str) -> int:
+        return self.parts[name] * self.budget - len(books.active[name]) * books.tp[name] * self.weight
+
+
+def shares_of(books: Books, idle: set[int], *, lends: bool) -> Shares:
+    asks = {
+        name: request.target
+        for (name, cluster), request in books.waiting.items()
+        if request.kind == "generation" == cluster
+    }
     target = {name: books.progress(name)[1] for name in books.clusters}
     left = {
         name: max(target[name] - books.progress(name)[0], 0) if target[name] else 2 * asks.get(name, 0)
@@ -414,19 +457,23 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]], *, le
         for name in known
         if name not in books.leaving and (name in asks or name in books.generating or books.active[name])
     ]
-    # A share is `parts` of all parts, which gaps are counted in too: whole numbers.
     parts = {name: left[name] * books.tp[name] if name in eligible else 0 for name in known}
     weight = sum(parts.values()) or 1
     budget = len(idle) + sum(len(books.active[name]) * books.tp[name] for name in known)
-    if not budget:
-        return expands
     bundles = {
         name: 0 if lends and not left[name] else max(1, (2 * left[name] * budget + weight) // (2 * weight))
         for name in eligible
     }
+    return Shares(left, {name: target[name] or asks.get(name, 0) for name in target}, parts, weight, budget, bundles)
 
-    def gap(name: str) -> int:
-        return parts[name] * budget - len(books.active[name]) * books.tp[name] * weight
+
+def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]], *, lends: bool) -> set[tuple[str, int]]:
+    """Activate replicas one by one for the pipeline that lacks most; return them, and add donors' replicas to `shrinks`.
+
+    `lends`: a pipeline without work keeps no last replica, donors without work come first, and replicas are chosen by `trained_on`.
+    """
+    touched, expands = {*shrinks}, set[tuple[str, int]]()
+    shares = shares_of(books, idle, lends=lends)
 
     def activate(name: str) -> bool:
         options = []
@@ -438,36 +485,45 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]], *, le
                 continue
             donors = [
                 (who, donor)
-                for who in known
+                for who in shares.parts
                 for donor in sorted(books.active[who])
-                if (who, donor) not in touched and gap(who) < 0 and books.bundle(who, donor) & (bundle - idle)
+                if (who, donor) not in touched
+                and shares.gap(books, who) < 0
+                and books.bundle(who, donor) & (bundle - idle)
             ]
             counts = {who: sum(donor[0] == who for donor in donors) for who, _ in donors}
-            spare = all(len(books.active[who]) - count >= bundles.get(who, 0) for who, count in counts.items())
+            spare = all(len(books.active[who]) - count >= shares.bundles.get(who, 0) for who, count in counts.items())
             if spare and bundle <= idle.union(*(books.bundle(*donor) for donor in donors)):
-                percents = sorted(Fraction(left[who], target[who] or asks[who]) for who, _ in donors)
+                percents = sorted(Fraction(shares.left[who], shares.whole[who]) for who, _ in donors)
                 place = (max(percents, default=0) > 0, *trained_on(books, name, bundle)) if lends else ()
                 options.append((bool(donors), place, [-percent for percent in percents], replica, donors))
         if not options:
             return False
         *_, replica, donors = min(options, key=lambda option: option[:4])
-        for who, pipeline in donors:
-            books.active[who].discard(pipeline)
-            shrinks.add((who, pipeline))
-            touched.add((who, pipeline))
-            idle.update(books.bundle(who, pipeline))
+        for who, donor in donors:
+            books.active[who].discard(donor)
+            shrinks.add((who, donor))
+            touched.add((who, donor))
+            idle.update(books.bundle(who, donor))
         idle.difference_update(books.bundle(name, replica))
         books.active[name].add(replica)
         touched.add((name, replica))
         expands.add((name, replica))
         return True
 
-    while True:
-        acceptors = [name for name in eligible if gap(name) > 0 and len(books.active[name]) < bundles[name]]
-        if len(acceptors) > 1:
-            acceptors.sort(key=lambda name: (Fraction(-gap(name), parts[name]), -gap(name), name))
-        if not any(activate(name) for name in acceptors):
-            return expands
+    def lack(name: str) -> tuple[Fraction, int, str]:
+        gap = shares.gap(books, name)
+        return Fraction(-gap, shares.parts[name]), -gap, name
+
+    while shares.budget:
+        acceptors = [
+            name
+            for name, most in shares.bundles.items()
+            if shares.gap(books, name) > 0 and len(books.active[name]) < most
+        ]
+        if not any(activate(name) for name in sorted(acceptors, key=lack)):
+            break
+    return expands
 
 
 def trained_on(books: Books, name: str, bundle: frozenset[int]) -> tuple[int, int]:
@@ -482,7 +538,7 @@ def trained_on(books: Books, name: str, bundle: frozenset[int]) -> tuple[int, in
 
 def off_balance(books: Books) -> bool:
     """Whether a pipeline with demand has no replica, or, if none waits, whether shares are more than 10 points off."""
-    if any(kind == "generation" for kind, *_ in books.waiting.values()):
+    if any(request.kind == "generation" for request in books.waiting.values()):
         return True
     rows = []
     moving = {name for name, _ in books.sleeping | books.waking}

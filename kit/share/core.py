@@ -20,6 +20,23 @@
 A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle
 change only the state; the next plan takes them into account. Released devices are free: a pipeline that releases training has
 left them.
+
+What a desk in place of this one has to know:
+
+- Answers go to the pipeline: `Command("granted", "a", "a", kind="training", cluster="trainer", devices=(0, 1))`. Commands to "devices"
+  and notes to "ledger" name the pipeline that they are about. Registered devices are `trainer=(0, 1)`, `generation=(2, 3)`; replica r has
+  the r-th `tp` of `generation`. A request without `cluster` is for the cluster of its kind (`kit.share.state.KINDS`).
+- The desk sends `joined` once it has `expanded`; a replica gets no request before. A request for generation is granted with the first
+  replica that joins, and others may join later. `released` and `unregistered` follow the last `shrunk`.
+- A request that will not be granted is answered by `error` (`of="acquire"`, kind, cluster, why): after `request_ms`, and when its
+  pipeline is removed or unregisters.
+- With `config.admission_ms`, a pipeline starts after the first hand-over of the one before it (it releases training), which trains again
+  once the next has requested generation. Each of the two waits has that limit. `config.operation_ms` is the limit of a shrink or an
+  expand; with `config.watchdog_ms` a pipeline that has neither replicas nor progress is asked for again.
+- The operations in a plan's note name replicas for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand`
+  lists the pipelines that reported progress.
+- When the last pipeline of `config.names` is gone: `Command("ended", "runner", "desk", why="done")`; after a failure an `error` to each
+  pipeline, then `ended` with why="error" and the error.
 """
 
 from __future__ import annotations

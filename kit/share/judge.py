@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kit.results.ledger import is_note
-from kit.results.records import Row, numbers, value_in_words
+from kit.results.progress import GroupTally, only_training
+from kit.results.records import Id, Row, numbers, value_in_words
 from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import (
@@ -29,10 +30,20 @@ from kit.share.books import (
     replica_of,
     specified,
 )
-from kit.share.stuck import circle, device_requests, flights, stranded, waits_of
+from kit.share.stuck import (
+    circle,
+    device_requests,
+    devices_and_holders,
+    failure_of_desk,
+    failure_of_pipeline,
+    flights,
+    listed_values,
+    never_ended,
+    open_requests,
+    stranded,
+)
 
 ON_PURPOSE = "wrong on purpose"  # in `limits`: a planner whose plans a right desk refuses
-LOST = ("evicted", "aborted", "dropped", "failed", "replaced", "filtered")  # ends of groups that are not trained
 
 
 def need(ledger: DeskLedger, *events: str) -> list[Row]:
@@ -94,6 +105,7 @@ def one_owner(ledger: DeskLedger) -> Violations:
                     owner for owner in owners.get(device, []) if owner != f"{cluster_of(row)} of {row.who}"
                 ]:
                     yield f"{row}: device {device} belongs to {strangers[0]}"
+            yield from on_others_devices(row, books)
         elif row.event == "taken":
             if seen.get(row["device"], row.who) != row.who:
                 yield f"{row}: device {row['device']} is still held by {seen[row['device']]}"
@@ -104,6 +116,16 @@ def one_owner(ledger: DeskLedger) -> Violations:
             seen = {device: name for device, name in seen.items() if name != row.who}
     yield from released_early(ledger)
     return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
+
+
+def on_others_devices(row: Row, books: Books) -> Iterator[str]:
+    """Yield a violation if a replica wakes on other devices than those that its pipeline registered for it."""
+    if row.event != "expand" or row.who not in books.clusters or row["replica"] not in books.replicas(row.who):
+        return
+    own, given = books.bundle(row.who, row["replica"]), {*numbers(row["devices"])}
+    if given != own:
+        there = listed_values(sorted(given)) if given else "none"
+        yield f"{row}: replica {row['replica']} wakes on devices {there}; its own are {listed_values(sorted(own))}"
 
 
 def released_early(ledger: DeskLedger) -> Iterator[str]:
@@ -124,12 +146,16 @@ def released_early(ledger: DeskLedger) -> Iterator[str]:
 
 
 def shrink_before_expand(ledger: DeskLedger) -> Violations:
-    """Do all shrinks of a cycle end before its first expand and its first grant?"""
+    """Do all shrinks of a cycle, from its plan to its commit, end before its first expand and its first grant?"""
     count = 0
     first: Row | None = None  # expand or grant of the cycle
     need(ledger, "plan")
+    lost = ledger.of("died", "gone", "error")  # after one of these a desk may plan anew
     for row, books in ledger.replay():
-        if row.event == "plan":
+        before = books.plan if row.event == "plan" else None
+        if before is not None and not any(before.at < loss.at < row.at for loss in lost):
+            yield f"{row}: the plan in row {before.at} has no `commit` yet"
+        if row.event in ("plan", "commit"):
             first = None
         elif gives_devices(row, books):
             count, first = count + 1, first or row
@@ -251,15 +277,23 @@ def priority_kept(ledger: DeskLedger) -> Violations:
             could = before_sharing(books)[2]
             for key in could:
                 if key not in granted:
-                    about = f"{books.waiting[key][0]} of {key[0]}"
+                    about = f"{books.waiting[key].kind} of {key[0]}"
                     yield f"{row}: {about} waits although its devices are available; granted: {sorted(granted)}"
             for name, cluster in sorted(granted - {*could}):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
-    for row, books in ledger.turns():
-        if books.plan is None and books.waiting:
-            for name, cluster in before_sharing(books)[2]:
-                yield f"{row}: the devices of {name}.{cluster} are available but no plan is made"
+    limit, since = ledger.limit("watchdog_ms", 5_000) / 1000, dict[tuple[str, str], float]()
+    for row, waiting in [*((row, [*unplanned(books)]) for row, books in ledger.turns()), (ledger.rows[-1], [])]:
+        for (name, cluster), begun in since.items():
+            if row.time - begun > limit:
+                since[name, cluster] = math.inf
+                yield f"{row}: the devices of {name}.{cluster} were available for {row.time - begun:.3f} s and no plan was made"
+        since = {key: since.get(key, row.time) for key in waiting}
     return f"{len(plans)} plans"
+
+
+def unplanned(books: Books) -> Iterable[tuple[str, str]]:
+    """The clusters whose requests could be granted while no plan is made."""
+    return before_sharing(books)[2] if books.plan is None and books.waiting else ()
 
 
 def no_starvation(ledger: DeskLedger) -> Violations:
@@ -268,14 +302,16 @@ def no_starvation(ledger: DeskLedger) -> Violations:
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
     longest, reported = 0.0, set[tuple[Wait, float]]()
-    for row, waits in waits_so_far(ledger):
+    for row, books, waits in waits_so_far(ledger):
         if row.event == "expired":
-            yield f"{row}: the request waited for {limit:g} s"
+            devices, holders = devices_and_holders(books, row.who, cluster_of(row))
+            yield f"{row}: the request waited for {limit:g} s for {devices}: {holders}"
         for wait, begun in waits:
             longest = max(longest, row.time - begun)
             if row.time - begun > limit * 1.001 and (wait, begun) not in reported:
                 reported.add((wait, begun))
-                yield f"{row}: {wait} since {row.time - begun:.3f} s (limit {limit:g} s)"
+                devices, holders = devices_and_holders(books, wait.name, wait.cluster or "generation")
+                yield f"{row}: {wait} since {row.time - begun:.3f} s (limit {limit:g} s); {devices}: {holders}"
     yield from left_waiting(ledger)
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
 
@@ -321,33 +357,31 @@ class Wait(NamedTuple):
         )
 
 
-def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, list[tuple[Wait, float]]]]:
-    """Yield each row with what waits at its time, and since when.
+def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, Books, list[tuple[Wait, float]]]]:
+    """Yield each row with the books before it and what waits at its time, and since when.
 
-    A request waits from its `acquire`, whatever the desk notes about it; only the admission of the next pipeline may hold it back before.
+    A request waits from its `acquire`, unless the admission of the next pipeline holds it back for longer.
     """
-    ends = {asked.at: -1 if end is None else end.at for asked, end in device_requests(ledger)}
-    asked: dict[tuple[str, str], tuple[Row, float]] = {}
+    held_until: dict[int, float] = {}  # by the row of a request
     needy: dict[str, float] = {}
     read: Books | None = None
-    for row, books in ledger.replay():
+    for row, books, asked in open_requests(ledger):
         if books is not read:
             read, needy = books, {name: needy.get(name, row.time) for name in books.clusters if is_needy(books, name)}
-        for key, (request, _) in asked.items():
-            if is_held_back(ledger, books, request, row.time):
-                asked[key] = request, row.time
+        held_until |= {
+            request.at: row.time for request in asked.values() if is_held_back(ledger, books, request, row.time)
+        }
         waits = [  # repeated by the desk itself, for a pipeline that lost all its replicas
-            (Wait(key[0], kind, key[1]), begun)
-            for key, (kind, _, _, begun) in books.waiting.items()
+            (Wait(key[0], request.kind, key[1]), request.time)
+            for key, request in books.waiting.items()
             if key not in asked
         ]
-        waits += [(Wait(name, request["kind"], cluster), begun) for (name, cluster), (request, begun) in asked.items()]
+        waits += [
+            (Wait(name, request["kind"], cluster), held_until.get(request.at, request.time))
+            for (name, cluster), request in asked.items()
+        ]
         waits += [(Wait(name), begun) for name, begun in needy.items()]
-        yield row, waits
-        for key in [key for key, (request, _) in asked.items() if ends[request.at] == row.at]:
-            del asked[key]
-        if row.at in ends:
-            asked[row.who, cluster_of(row)] = row, row.time
+        yield row, books, waits
 
 
 def is_held_back(ledger: DeskLedger, books: Books, request: Row, time: float) -> bool:
@@ -459,7 +493,8 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
 
 
 def not_planned(ledger: DeskLedger) -> Iterator[str]:
-    """Yield a violation per turn in which other replicas than before may serve, a plan would move some, and the desk makes none."""
+    """Yield a violation per turn after which the desk makes no plan: a request could be granted, or other replicas than before may serve
+    and a plan would move some."""
     changed = {
         ledger.turn[row.at]: row
         for row in ledger.of("died", "restarted", "resize")
@@ -467,6 +502,10 @@ def not_planned(ledger: DeskLedger) -> Iterator[str]:
     }
     served: tuple[object, ...] = ()
     for row, books in ledger.turns():
+        yield from (
+            f"{row}: the devices of {name}.{cluster} are available but no plan is made"
+            for name, cluster in unplanned(books)
+        )
         before, served = served, (books.dead, books.out, {*books.clusters})
         if books.plan is None and before != served and (change := changed.get(ledger.turn[row.at])):
             shrinks, _, expands = map(sorted, specified(books, planner_of(ledger)))
@@ -521,13 +560,13 @@ MOST_SLEEPS = 10.0  # right planners stay at 1; those that move devices at every
 
 
 def sleeps_in_a_row(ledger: DeskLedger) -> Measured:
-    """The most times that the replicas of a pipeline fell asleep without progress of it in between, per replica.
+    """How often the replicas of a pipeline fell asleep before it made progress: the most times, per replica.
 
     Replicas that sleep in a plan with a grant do not count: a request of higher priority needs their devices.
     """
     need(ledger, "plan")
     need(ledger, "progress", "acquire")
-    most, why, grants = 0.0, "no replica fell asleep without a grant", False
+    most, why, grants = 0.0, "no replica had to sleep, except for requests of higher priority", False
     counts: defaultdict[str, int] = defaultdict(int)
     reports: dict[tuple[str, Any], tuple[Any, Any]] = {}
     for row, books in ledger.replay():
@@ -545,7 +584,8 @@ def sleeps_in_a_row(ledger: DeskLedger) -> Measured:
             replicas = max(1, len(books.replicas(row.who)))
             if counts[row.who] > most * replicas:
                 most = counts[row.who] / replicas
-                why = f"{row}: the replicas of {row.who} ({replicas}) fell asleep {counts[row.who]} times without progress of it"
+                times = counted(counts[row.who], "time")
+                why = f"{row}: {counted(replicas, 'replica')} of {row.who} fell asleep {times} without progress of {row.who}"
     return Measured(most, why)
 
 
@@ -636,39 +676,26 @@ def progress_true(ledger: DeskLedger) -> Violations:
     # The window of adapters is one less than their number. Another system may number its groups in another way.
     own = any("core" in row.ids for row in ledger.rows)
     adapters = {row.who: row.number("window") + 1 for row in ledger.of("capacity") if own and "window" in row.ids}
-    there: defaultdict[str, set[Any]] = defaultdict(set)
-    trained: defaultdict[str, set[Any]] = defaultdict(set)
-    # By pipeline and stream, of this step: a report may be on its way when groups end.
-    most: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def count_groups(name: str) -> Counter[str]:
-        counts = Counter({"training": len(there[name])})
-        if name in adapters and name in size:
-            counts.update(f"adapter {int(group) // size[name] % adapters[name]}" for group in there[name])
-        return counts
+    def streams(name: str) -> Callable[[Id], Iterable[str]]:
+        def with_adapter(group: Any) -> Iterable[str]:
+            return "training", f"adapter {int(group) // size[name] % adapters[name]}"
 
-    lost: set[str] = set()
+        return with_adapter if name in adapters else only_training
+
+    loops = {name: GroupTally(groups, streams(name)) for name, groups in size.items()}
     count = 0
     for row in ledger.rows:
-        name, group = row.who, row.get("group")
-        if row.event == "ready":
-            there[name].add(group)
-            most[name] |= count_groups(name)
-        elif row.event == "trained":
-            trained[name].add(group)
-        elif row.event == "bumped":
-            there[name] -= trained[name]
-            most[name] = count_groups(name)
-        elif row.event in LOST and group is not None and "sample" not in row.ids:
-            there[name].discard(group)
-            lost.add(name)
-        elif row.event == "progress" and name in size and is_of_training(row):
+        if row.who not in loops:
+            continue
+        if row.event == "progress" and is_of_training(row):
             count += 1
-            stream = str(row.get("stream", "training")) if name in adapters else "training"
-            if row["target"] > size[name] or (row["target"] < size[name] and name not in lost):
-                yield f"{row} reports that a step needs {row['target']} groups; it needs {size[name]}"
-            elif not 0 <= row["completed"] <= most[name][stream]:
-                yield f"{row} reports {row['completed']} complete groups; there are {most[name][stream]}"
+            stream = str(row.get("stream", "training")) if row.who in adapters else "training"
+            yield from loops[row.who].wrong(row, stream)
+        elif row.event == "capacity":  # new ranks may take the place of dead ones, whose last reports come late
+            loops[row.who] = GroupTally(size[row.who], streams(row.who))
+        else:
+            loops[row.who].take(row)
     if not count:
         raise Missing("no pipeline with a `capacity` event has a `progress` event")
     return f"{counted(count, 'report')} of {', '.join(sorted(size))}"
@@ -699,7 +726,7 @@ def drained_before_sleep(ledger: DeskLedger) -> Violations:
 def empty_set_suspends(ledger: DeskLedger) -> Violations:
     """While no replica of a pipeline serves, do its requests wait without an error and get an answer later?"""
     need(ledger, "sent")
-    count, over = 0, dead(ledger)
+    count, over = 0, ended_by_others(ledger)
     serving: defaultdict[str, set[int]] = defaultdict(set)
     empty: set[str] = set()  # pipelines without a serving replica
     heard = "shrink" if ledger.of("shrink") else "left"  # the event after which a pipeline sends the replica nothing
@@ -790,41 +817,43 @@ def no_deadlock(ledger: DeskLedger) -> Violations:
             raise Missing("the ledger has no `begins` or `clusters` event")
         ends = {row.who for row in need(ledger, "ended", "gone", "unregistered")}
     yield from held_and_waited(ledger)
-    yield from (f"{name} never ended; {waits_of(ledger, name)}" for name in begun if name not in ends)
-    yield from harmed(ledger)
+    broke = [*harmed(ledger)]
+    left = [name for name in begun if name not in ends]
+    if broke or left:  # beside the first cause stands all that has no answer
+        yield "; ".join([*broke[:1], *([never_ended(ledger, left)] if left else [])])
+    yield from broke[1:]
     return f"{', '.join(sorted(begun))} ended"
 
 
 def held_and_waited(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per circle of pipelines that hold devices and wait for those of the next one, until a request expires or for
     ever."""
-    ends = {asked.at: end for asked, end in device_requests(ledger)}
-    open_: dict[tuple[str, str], Row] = {}
     reported: set[frozenset[str]] = set()
-    last = len(ledger.rows) - 1
-    for number, (row, books) in enumerate(ledger.replay()):
-        if row.event == "expired" or number == last:
-            names, words = circle(books, open_.values())
+    for row, books, asked in open_requests(ledger):
+        if row.event == "expired" or row is ledger.rows[-1]:
+            names, words = circle(books, asked.values())
             if names and names not in reported:
                 reported.add(names)
                 yield f"{row}: deadlock: {words}"
-        open_ = {key: asked for key, asked in open_.items() if (end := ends[asked.at]) is None or end.at != row.at}
-        if row.at in ends:
-            open_[row.who, cluster_of(row)] = row
 
 
 def harmed(ledger: DeskLedger) -> Iterator[str]:
-    """Yield a violation per pipeline that ended with an error although neither it nor the desk failed."""
-    over = dead(ledger) | {ledger.desk}
-    for row in ledger.of("ended"):
-        if row.who not in over and row.get("why") == "error":
-            yield f"{row}: ended with an error: {row.get('error', '')}"
+    """Yield a violation per core that ended with an error although it was not stopped: a desk that failed, and then no pipeline that it
+    stopped."""
+    over = ended_by_others(ledger)
+    broke = {row.who: row for row in ledger.of("ended") if row.get("why") == "error" and row.who not in over}
+    end = broke.pop(ledger.desk, None)
+    if end is not None and not let_down(ledger, end):
+        yield failure_of_desk(ledger, end)
+        over |= {row.who for row in ledger.of("error") if row.get("of") == ledger.desk}
+    yield from (failure_of_pipeline(ledger, row) for name, row in broke.items() if name not in over)
 
 
-def dead(ledger: DeskLedger) -> set[str]:
+def ended_by_others(ledger: DeskLedger) -> set[str]:
     """Pipelines that died, and those stopped by a desk that devices or the clock had let down."""
-    gone = {row.who for row in ledger.of("died") if "replica" not in row.ids}
-    return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk and let_down(ledger, row)}
+    return ledger.dead | {
+        row.who for row in ledger.of("error") if row.get("of") == ledger.desk and let_down(ledger, row)
+    }
 
 
 def let_down(ledger: DeskLedger, end: Row) -> bool:

@@ -6,7 +6,7 @@ from it. Without these calls the same loop runs unchanged (the lab's phases `alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,15 @@ class Joined:
     core: Any = None
     ended: Command | None = None
     alone: bool = False
+
+
+def begin_without(core: Core[Any], name: str, replicas: Iterable[int]) -> tuple[Any, tuple[Command, ...]]:
+    """Begin a pipeline's core, which expects to have all its replicas, and take these from it."""
+    state, commands = core.begin()
+    for replica in replicas:
+        state, last_commands = core.step(state, Event("left", name, replica=replica))
+        commands += last_commands
+    return state, commands
 
 
 class Member:
@@ -70,11 +79,8 @@ class Member:
         return state, commands
 
     def start(self) -> tuple[Joined, tuple[Command, ...]]:
-        core, commands = self.core.begin()
-        for replica in range(len(self.clusters[GENERATION].bundles)):
-            core, last_commands = self.core.step(core, Event("left", self.name, replica=replica))
-            commands += last_commands
-        return self.adapted(self.first, core, commands)
+        every_replica = range(len(self.clusters[GENERATION].bundles))
+        return self.adapted(self.first, *begin_without(self.core, self.name, every_replica))
 
     def ask(self, name: str, **ids: Id) -> Command:
         return Command(name, self.desk, self.name, **ids)

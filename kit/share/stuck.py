@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from kit.results.ledger import is_note
 from kit.results.records import Row, numbers
 from kit.results.units import counted
 from kit.share.books import RUNS_ON, TRAINER_CALLS, Books, DeskLedger, Request, cluster_of, replica_of, request_of
+
+MOST_NAMED = 4  # devices, or those who hold them; of more only the first
+WITH_ANSWER = ("register", "admit", "acquire", "planned_release", "resize", "unregister")
+# Operations that an answer ends; a pipeline that was admitted has been registered.
+ENDED_BY = {
+    "registered": ("register",),
+    "admitted": ("register", "admit"),
+    "granted": ("register", "admit"),
+    "released": ("release", "planned_release"),
+    "resized": ("resize",),
+    "unregistered": (*WITH_ANSWER, "release"),
+}
 
 # -- requests and their ends ------------------------------------------------------------------------------------------------
 
@@ -35,6 +49,19 @@ def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
         if row.event == "acquire" and row.at not in ledger.refused:
             asked.setdefault((row.who, cluster_of(row)), row)
     yield from ((wait, None) for wait in asked.values())
+
+
+def open_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Books, dict[tuple[str, str], Row]]]:
+    """Yield each row with the books before it and the requests for devices that were open before it, by pipeline and cluster. A request
+    is open from its `acquire` to its end, whatever the desk notes about it."""
+    ends = {asked.at: -1 if end is None else end.at for asked, end in device_requests(ledger)}
+    asked: dict[tuple[str, str], Row] = {}
+    for row, books in ledger.replay():
+        yield row, books, asked
+        for key in [key for key, request in asked.items() if ends[request.at] == row.at]:
+            del asked[key]
+        if row.at in ends:
+            asked[row.who, cluster_of(row)] = row
 
 
 def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
@@ -97,23 +124,62 @@ def open_syncs(ledger: DeskLedger, name: str) -> list[tuple[Row, list[int]]]:
             continue
         if row.event == "sync" and "replicas" in row.ids:
             syncs.append((row, {*numbers(row["replicas"])}))
-        elif row.event in ("published", "left", "died") and "replica" in row.ids:
+        elif row.event in ("published", "left", "shrink", "died") and "replica" in row.ids:
             for _, waits in syncs:
                 waits.discard(row["replica"])
     return [(sync, sorted(waits)) for sync, waits in syncs if waits]
 
 
+def unanswered_operations(ledger: DeskLedger, name: str) -> list[Row]:
+    """The operations of a pipeline without an answer, apart from requests for devices that the desk has read."""
+    waits: list[Row] = []
+    for row in ledger.rows:
+        if row.who == name and row.at not in ledger.refused:
+            if has_answer(row) and row.event != "acquire":
+                waits.append(row)
+            elif row.event == "error" and row.get("of") == ledger.desk:
+                waits = []
+            else:
+                ended = {row.get("of")} if row.event == "error" else ENDED_BY.get(row.event, ())
+                waits = [wait for wait in waits if wait.event not in ended]
+    return waits + [row for row in ledger.unheard if row.who == name and has_answer(row)]
+
+
+def has_answer(operation: Row) -> bool:
+    """Whether the desk owes an answer to it."""
+    of_generation = operation.event == "release" and cluster_of(operation) == "generation"
+    return of_generation or operation.event in WITH_ANSWER
+
+
 # -- who waits for what -----------------------------------------------------------------------------------------------------
+
+
+def never_ended(ledger: DeskLedger, names: Iterable[str]) -> str:
+    """What each of these cores waits for. Those with an unanswered request come first, and the desk, which waits for all, last."""
+    waits = {name: unanswered(ledger, name) for name in names}
+    order = sorted(waits, key=lambda name: (name == ledger.desk, not waits[name]))
+    return "; ".join(f"{name} never ended; {waits_of(ledger, name)}" for name in order)
 
 
 def waits_of(ledger: DeskLedger, name: str) -> str:
     """What a pipeline or the desk waits for at the end of a ledger. Without any of it, the last row of its core."""
     books = ledger.last_books()
-    waits = [
+    waits = [*unanswered(ledger, name), *unanswered_samples(ledger, name), *without_replica(books, name)]
+    if not waits:
+        waits += desk_waits(ledger, books) if name == ledger.desk else not_requested(books, name)
+    rows = [row for row in ledger.rows if name in (row.get("core"), row.who)]
+    return "; ".join(waits) or f"its last row is {rows[-1] if rows else ledger.rows[-1]}"
+
+
+def unanswered(ledger: DeskLedger, name: str) -> list[str]:
+    """The requests of a core to others that have no answer."""
+    books = ledger.last_books()
+    return [
+        *without_answer(ledger, unanswered_operations(ledger, name)),
         *(
             f"it waits for {wanted_devices(books, asked)}"
             for asked, end in device_requests(ledger)
-            if is_open(asked, end, name)
+            if end is None and asked.who == name
         ),
         *(
             f"its sync of version {sync['version']} (row {sync.at}) has no answer of replica {listed_values(numbers_left)}"
@@ -124,21 +190,15 @@ def waits_of(ledger: DeskLedger, name: str) -> str:
             for call in trainer_calls(ledger, name)[-1:]
         ),
         *unanswered_orders(books, None if name == ledger.desk else name),
-        *unanswered_samples(ledger, name),
-        *without_replica(books, name),
+        *not_joined(ledger, books, name),
     ]
-    if name == ledger.desk and not waits:
-        stays = [pipeline for pipeline in books.clusters if pipeline not in books.closing]
-        waits = [f"it waits for {listed_values(stays)} to leave"] if stays else []
-        waits += [
-            f"it has not answered `unregister` of {pipeline}" for pipeline in books.clusters if pipeline not in stays
-        ]
-    rows = [row for row in ledger.rows if name in (row.get("core"), row.who)]
-    return "; ".join(waits) or f"its last row is {rows[-1] if rows else ledger.rows[-1]}"
 
 
-def is_open(asked: Row, end: Row | None, name: str) -> bool:
-    return end is None and asked.who == name
+def without_answer(ledger: DeskLedger, operations: Sequence[Row]) -> Iterator[str]:
+    if operations:
+        over = [row for row in ledger.of("ended") if row.who == ledger.desk]
+        why = f", because the desk had ended (row {over[0].at})" if over and over[0].at < operations[0].at else ""
+        yield f"{listed_values(operations)} {'has' if len(operations) == 1 else 'have'} no answer{why}"
 
 
 def unanswered_orders(books: Books, name: str | None) -> Iterator[str]:
@@ -147,6 +207,18 @@ def unanswered_orders(books: Books, name: str | None) -> Iterator[str]:
         for who, replica in sorted(replicas):
             if name in (None, who):
                 yield f"replica {replica} of {who} was ordered to {order} and has not answered"
+
+
+def not_joined(ledger: DeskLedger, books: Books, name: str) -> Iterator[str]:
+    """The replicas of a pipeline that are awake, which the desk has not told it. Another system's ledger may leave it out."""
+    woken: dict[Any, Row] = {}
+    for row in ledger.rows if ledger.of("begins") else ():
+        if row.event == "expanded" and row.who == name:
+            woken[row.get("replica")] = row
+        elif row.event == "joined" and row.who == name and not is_note(row):
+            woken.pop(row.get("replica"), None)
+    if awake := [replica for replica in woken if replica in books.active.get(name, ())]:
+        yield f"the desk has sent no `joined` of replica {listed_values(awake)} of {name}, awake since row {woken[awake[0]].at}"
 
 
 def unanswered_samples(ledger: DeskLedger, name: str) -> Iterator[str]:
@@ -166,20 +238,102 @@ def unanswered_samples(ledger: DeskLedger, name: str) -> Iterator[str]:
 def without_replica(books: Books, name: str) -> Iterator[str]:
     done, target = books.progress(name)
     if target > done and name in books.clusters and not books.active.get(name):
-        yield f"it has no replica awake and {target - done} of {target} groups left"
+        asks = name in books.generating or any(
+            (name, "generation") in by_key for by_key in (books.asked, books.waiting)
+        )
+        never = "" if asks else ", and it has not requested generation"
+        yield f"it has no replica awake and {target - done} of {target} groups left{never}"
+
+
+def not_requested(books: Books, name: str) -> Iterator[str]:
+    done, target = books.progress(name)
+    if done == target > 0 and name in books.clusters:
+        yield f"{done} of {target} groups of its step are complete, and it has not requested devices to train"
+
+
+def desk_waits(ledger: DeskLedger, books: Books) -> Iterator[str]:
+    """The pipelines that the desk waits for, or that wait for it."""
+    expected = [name for name in str(ledger.limits.get("pipelines", "")).split(",") if name]
+    came = {row.who for row in ledger.of("clusters", "died", "gone")}
+    operations = {name: unanswered_operations(ledger, name) for name in [*books.clusters, *expected]}
+    owed = [
+        f"`{event}` of {name}"
+        for name, rows in operations.items()
+        for event in dict.fromkeys(row.event for row in rows)
+    ]
+    owed += [f"`unregister` of {name}" for name in books.clusters if name in books.closing and not operations[name]]
+    if owed:
+        yield f"it has not answered {listed_values(owed)}"
+    if stays := [name for name in books.clusters if name not in books.closing and not operations[name]]:
+        yield f"it waits for {listed_values(stays)} to leave"
+    if absent := [name for name in expected if name not in came and not operations[name]]:
+        yield f"it waits for {listed_values(absent)} to register"
+    if not any(operations.values()) and not books.clusters and not absent and (gone := ledger.of("gone", "died")):
+        yield f"every pipeline has left, the last in row {gone[-1].at}"
 
 
 def wanted_devices(books: Books, asked: Row) -> str:
     """The devices of a request, and their owners."""
-    cluster = cluster_of(asked)
-    devices = books.clusters.get(asked.who, {}).get(cluster, ())
+    which, holders = devices_and_holders(books, asked.who, cluster_of(asked))
+    return f"{which} since {asked.since:.3f} s ({asked['kind']}, row {asked.at}): {holders}"
+
+
+def devices_and_holders(books: Books, name: str, cluster: str) -> tuple[str, str]:
+    """The devices of a pipeline's cluster in words, and those who hold them beside the pipeline itself."""
+    devices = books.clusters.get(name, {}).get(cluster, ())
+    held: dict[str, list[int]] = {}
     owners = books.owners()
-    held = [f"{owner} holds device {device}" for device in devices for owner in owners.get(device, ())]
-    others = [words for words in held if f" of {asked.who} " not in words]
-    which = f"device {listed_values(devices)}" if devices else cluster
-    return (
-        f"{which} since {asked.since:.3f} s ({asked['kind']}, row {asked.at}): {', '.join(others) or 'nobody holds it'}"
-    )
+    for device in devices:
+        for owner in owners.get(device, ()):
+            held.setdefault(owner, []).append(device)
+    others = [
+        f"{owner} holds {devices_in_words(of_it)}" for owner, of_it in held.items() if not owner.endswith(f" of {name}")
+    ]
+    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    nobody = f"nobody else holds {'it' if len(devices) == 1 else 'them'}"
+    return devices_in_words(devices) if devices else cluster, ", ".join(others[:MOST_NAMED]) + more or nobody
+
+
+def devices_in_words(devices: Sequence[int]) -> str:
+    if len(devices) > MOST_NAMED:
+        return f"{len(devices)} devices (the first is {devices[0]})"
+    return f"{'device' if len(devices) == 1 else 'devices'} {listed_values(devices)}"
+
+
+# -- why a core failed ------------------------------------------------------------------------------------------------------
+
+
+def failure_of_desk(ledger: DeskLedger, end: Row) -> str:
+    """A desk that ended with an error, and the row that it read last; and what had died before."""
+    read = [row for row in ledger.rows if row.at < end.at and ledger.turn[row.at] == ledger.turn[end.at]][:1]
+    died = [row for row in ledger.of("died") if row.at < end.at and row not in read][-1:]
+    when = f"; the last event that it read is {read[0]}" if read else ""
+    after = f", after {died[0]}" if died else ""
+    return f"{end}: ended with an error: {end.get('error', '')}{when}{after}"
+
+
+def failure_of_pipeline(ledger: DeskLedger, end: Row) -> str:
+    """A pipeline that ended with an error; if that is a request's, the devices and their holders."""
+    error = str(end.get("error", ""))
+    words = f"{end}: ended with an error: {error}"
+    refused = [
+        (asked, answer)
+        for asked, answer in device_requests(ledger)
+        if answer is not None
+        and answer.event == "error"
+        and asked.who == end.who
+        and str(answer.get("why", "?")) in error
+    ]
+    if not refused:
+        return words
+    asked, answer = refused[-1]
+    books = next((books for row, books in ledger.replay() if row.at == answer.at), ledger.last_books())
+    idle = asked["kind"] == "generation" and not books.streams.get(end.who)
+    no_work = f"; {end.who} had reported no work" if idle else ""
+    return f"{words}; it had asked for {wanted_devices(books, asked)}{no_work}"
+
+
+# -- circles ----------------------------------------------------------------------------------------------------------------
 
 
 def circle(books: Books, asked: Iterable[Row]) -> tuple[frozenset[str], str]:
@@ -214,4 +368,5 @@ def held_by_others(waits: list[tuple[int, str]], holds: dict[int, tuple[str, str
 
 
 def listed_values(values: Iterable[object]) -> str:
-    return " and ".join(map(str, values))
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -7,16 +7,17 @@ note are violations, so a controller cannot pass the other checks by writing fal
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kit.results.ledger import is_note
+from kit.results.progress import GroupTally
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
 from kit.stream.history import ENDS, LoopLedger, ends_group
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
-EVENTS |= {"granted", "done", "error", "logged", "logger_failed"}
+EVENTS |= {"granted", "done", "error", "logged", "logger_failed", "chosen"}
 TO = {
     **dict.fromkeys(("begin", "microbatch", "finish", "abort", "clear", "logprobs", "discard"), "trainer"),
     **dict.fromkeys(("generate", "cancel"), "replica"),
@@ -142,13 +143,14 @@ def _selected(ledger: LoopLedger) -> Iterator[str]:
 
 
 def _recomputed(ledger: LoopLedger) -> Iterator[str]:
-    """A group is trained after the trainer has recomputed the log-probabilities that the settings name."""
+    """A group is trained after the trainer has recomputed the log-probabilities that the settings name. The trainer answers in order, so
+    a controller may send both without waiting."""
     wanted = [name for name in ("previous", "reference") if ledger.setting(name) == "recomputed"]
     there: set[tuple[Id, Id, Id]] = set()
     for row in ledger.rows:
         if row.event == "done" and row.get("of") == "logprobs":
             there |= {(row["step"], row["which"], group) for group in numbers(row["groups"])}
-        elif row.event == "microbatch" and "to" in row.ids:
+        elif row.event == "done" and row.get("of") == "microbatch":
             needs = [(row["step"], which, group) for which in wanted for group in numbers(row["groups"])]
             for _, which, group in (key for key in needs if key not in there):
                 yield f"{row}: the {which} log-probabilities of group {group} were not recomputed"
@@ -197,7 +199,8 @@ MILLISECOND = 1e-3
 
 
 def metrics_true(ledger: LoopLedger) -> Violations:
-    """Do the logged numbers match those counted from the ledger?"""
+    """Do the logged numbers, and the progress that the desk is told, match those counted from the ledger?"""
+    yield from _reports(ledger)
     rows, compared = ledger.need("metrics", "version"), 0
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
         for row, true in counts:
@@ -210,9 +213,22 @@ def metrics_true(ledger: LoopLedger) -> Violations:
     return f"{counted(compared, 'number')} compared in {counted(len(rows), 'row')}"
 
 
+def _reports(ledger: LoopLedger) -> Iterator[str]:
+    size = ledger.limit("groups_per_step")
+    if size is None or not ledger.by_event["ready"]:
+        return
+    progress = GroupTally(size)
+    for row in ledger.rows:
+        if row.event == "progress" and "stream" not in row.ids:
+            yield from progress.wrong(row)
+        else:
+            progress.take(row)
+
+
 def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
     """Yield each `metrics` row with the numbers that it should state: those of its update, and totals."""
-    in_weights = {row.at for row in ledger.trained()}
+    trained = ledger.trained()
+    in_weights = {row.at for row in trained}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
     ready: set[Id] = set()
     for row in ledger.rows:
@@ -220,7 +236,7 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
             if ledger.resumed and row is first:  # totals may continue those of the earlier run
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
-            yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row)}
+            yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row, trained)}
         if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:
             totals[f"total_{row.event}"] += 1
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
@@ -292,14 +308,10 @@ DOING = {"begin": "training", "microbatch": "training", "finish": "training", "l
 SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
-def _of_update(ledger: LoopLedger, metrics: Row) -> dict[str, float]:
-    """Return the numbers of the update of a `metrics` row, counted from the rows before it."""
+def _of_update(ledger: LoopLedger, metrics: Row, trained: Sequence[Row]) -> dict[str, float]:
+    """Return the numbers of the update of a `metrics` row, counted from the `trained` rows before it that no abort undid."""
     same = [name for name in ("step", "update") if name in metrics.ids]
-    own_rows = [
-        row
-        for row in ledger.by_event["trained"]
-        if row.at < metrics.at and all(row.get(name) == metrics[name] for name in same)
-    ]
+    own_rows = [row for row in trained if row.at < metrics.at and all(row.get(name) == metrics[name] for name in same)]
     with_tokens = [row for row in own_rows if not ledger.is_empty(row["group"])]
     lags = [
         ledger.version_during(row) - min(ages) for row in with_tokens if (ages := ledger.oldest(row["group"]).values())

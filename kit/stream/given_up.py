@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.stream.history import ABORTING, BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, ends_group
+from kit.stream.history import BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, by, ends_group
 
 BEGINS = ("reserved", "selected", "begin")  # rows of a loop that continues
 
@@ -106,24 +106,51 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
 
 
 def _never_cancelled(ledger: LoopLedger) -> Iterator[str]:
-    """Yield a violation per unfinished group that was given up and whose requests all ran to their end, none of them cancelled."""
+    """Yield a violation per unfinished group that was given up and whose requests all ran to their end, none of them cancelled; and per
+    request that did so although others of its group were cancelled."""
     if ledger.foreign:  # another system need not write what it asks of its replicas
         return
-    apart = {row["group"] for name in ("cancel", "ready") for row in ledger.by_event[name]}
+    of_group = by(ledger.by_event["cancel"], "group")
+    apart = {*of_group, *(row["group"] for row in ledger.by_event["ready"])}
     for end in ledger.by_event["aborted"]:
         group = end["group"]
         done = [sample for sample in ledger.samples[group].values() if sample.completed]
         if len(done) == ledger.limit("group") and group not in apart:
             yield f"{end}: no request of it was cancelled, and all were generated to their end"
+        if cancels := of_group.get(group):
+            yield from _left_out(ledger, end, cancels)
+
+
+def _left_out(ledger: LoopLedger, end: Row, cancels: Sequence[Row]) -> Iterator[str]:
+    """A later request shows that the cancels were not the group's end: a sync cancels, too."""
+    cancelled, last = {row["sample"]: row.at for row in cancels}, cancels[-1].at
+    requests = [(name, sample.sent[-1], sample) for name, sample in ledger.samples[end["group"]].items() if sample.sent]
+    too_old = any(last < row.at < end.at for row in ledger.by_event["bumped"])  # the cancels had another reason
+    if too_old or any(sent.at > last for _, sent, _ in requests):
+        return
+    for name, sent, sample in requests:
+        late = next((row for row in sample.completed if row.at > last), None)
+        gone = (row for event in ("died", "left") for row in ledger.by_event[event] if row.at > sent.at)
+        if late and cancelled.get(name, -1) < sent.at and all(row.get("replica") != sent["replica"] for row in gone):
+            yield f"{late}: generated to its end, although the other requests of its group were cancelled by row {last}"
 
 
 def _tokens_between(ledger: LoopLedger, before: Row, again: Row) -> int:
-    rows = ledger.life[before["group"]]
-    return sum(
-        row.number("count")
-        for row in rows
-        if row.event == "tokens" and before.at < row.at < again.at and row.get("sample") == before["sample"]
-    )
+    """Count the tokens of a request that are lost: those that a later request does not go on from, as turns and partial rollouts do."""
+    rows = [row for row in ledger.life[before["group"]] if row.get("sample") == before["sample"] and row.at > before.at]
+    lost = [row for row in rows if row.event == "tokens" and row.at < again.at]
+    if not lost:
+        return 0
+    replica: Id | None = None
+    begins = lost[0].number("first", 0)
+    goes_on = begins
+    for row in rows[rows.index(again) :]:
+        if row.event == "sent":
+            replica = row.get("replica")
+        elif row.event == "tokens" and row.get("replica") == replica:
+            goes_on = row.number("first", 0)
+            break
+    return max(0, sum(row.number("count") for row in lost) - max(0, goes_on - begins))
 
 
 def _failures(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
@@ -152,7 +179,7 @@ def _not_too_old(ledger: LoopLedger, end: Row) -> str:
         return ""
     if sampler in NO_AGE_LIMIT:
         return f"the sampler {sampler} gives up no group"
-    if end.event == "aborted" and sampler not in ABORTING and ":" not in str(sampler):
+    if end.event == "aborted" and sampler in (*BY_TARGET, "weight-fifo"):
         return f"the sampler {sampler} gives up no unfinished group"
     begun = next(row for row in ledger.life[end["group"]] if row.event == "reserved")
     now, start, target = ledger.version_at(end), begun.number("version"), begun.number("target", -1)

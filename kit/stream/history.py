@@ -25,6 +25,21 @@ def ends_group(row: Row) -> bool:
     return row.event in ENDS and "group" in row.ids and "sample" not in row.ids
 
 
+def ends_sync(row: Row) -> bool:
+    return row.event == "synced" or (row.event == "error" and row.get("of") == "sync")
+
+
+def open_sync(rows: Iterable[Row]) -> Row | None:
+    """The `sync_begin` row of a sync that neither ended nor failed."""
+    begun: Row | None = None
+    for row in rows:
+        if row.event == "sync_begin":
+            begun = row
+        elif ends_sync(row):
+            begun = None
+    return begun
+
+
 @dataclass(slots=True)
 class Sample:
     """What was generated for one sample. `spans` belong to the attempt that completed, or to the last one."""
@@ -102,6 +117,7 @@ class LoopLedger(Ledger):
             raise BadInput(
                 f"the rows belong to the pipelines {', '.join(sorted(names))}; judge each separately: pipelines(rows)"
             )
+        self.pipeline = names[0] if names else ""
         super().__init__(rows, drop="pipeline")
         self.life: defaultdict[Id, list[Row]] = defaultdict(list)
         self.samples: defaultdict[Id, dict[Id, Sample]] = defaultdict(dict)
@@ -229,7 +245,8 @@ def pipelines(rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, LoopLedger]:
     names = pipeline_names(rows)
     if len(names) < 2:
         return {name: LoopLedger(rows) for name in names or [""]}
-    return {name: LoopLedger([row for row in rows if row.get("pipeline") == name]) for name in names}
+    # What names no pipeline, such as common limits, holds for each.
+    return {name: LoopLedger([row for row in rows if row.get("pipeline", name) in (name, "")]) for name in names}
 
 
 # What each sampler of the kit may do, as the checks know it. Not read from `settings.SAMPLERS`, since that is judged.

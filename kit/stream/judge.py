@@ -6,9 +6,10 @@ needs. Rows that contradict each other, or lack an id that other rows of the eve
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
 
 from kit.results.records import Id, Row
@@ -28,6 +29,8 @@ from kit.stream.history import (
     StepRows,
     by,
     ends_group,
+    ends_sync,
+    open_sync,
 )
 from kit.stream.requests import attempts_distinct, requests_spread
 
@@ -48,7 +51,9 @@ def one_step_per_batch(ledger: LoopLedger) -> Violations:
             yield f"{first}: step {before.id} has neither finish nor abort yet"
     if ledger.by_event["trained"] and not ledger.leaves_out("trained", "step"):
         yield from _batch_sizes(ledger)
-    return f"{counted(len(ledger.finishes()), 'optimizer step')} in {counted(len(ledger.steps), 'step')}"
+    aborted = sum(step.abort is not None for step in ledger.steps)
+    beside = f", {aborted} aborted" if aborted else ""
+    return f"{counted(len(ledger.finishes()), 'optimizer step')} in {counted(len(ledger.steps), 'step')}{beside}"
 
 
 def _update_order(step: StepRows) -> Iterator[str]:
@@ -118,19 +123,27 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
     """Are the rows of an update cleared exactly once, after its finish?"""
     cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
     of_group = by(cleared, "group")
+    in_weights = {row["group"] for row in ledger.trained()}
     failed = [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
     if not finishes:
         ledger.need("finish", "step")
+    kept = _kept(ledger)
     for step in ledger.steps:
         for row in step.of("trained"):
             done = step.finished.get(row.number("update", 0), [])
             cleared_rows = of_group.get(row["group"], [])
+            if step.abort is not None and not done and row["group"] in in_weights:
+                continue  # undone, and trained again in another step
             if cleared_rows and (not done or cleared_rows[0].at < done[0].at):
                 yield f"{cleared_rows[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'never finished'})"
             elif len(cleared_rows) > 1:
                 yield f"{cleared_rows[1]}: the group was already cleared in row {cleared_rows[0].at}"
             elif (
-                done and not cleared_rows and ledger.ended and not any(error.get("step") == step.id for error in failed)
+                done
+                and not cleared_rows
+                and ledger.ended
+                and step not in kept
+                and not any(error.get("step") == step.id for error in failed)
             ):
                 yield f"{row}: trained but never cleared"
         # A step that was aborted may be trained again under its number.
@@ -138,13 +151,34 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
         wanted = sum(len(rows) for other in tries for rows in other.finished.values())
         calls = sum(row.get("step") == step.id for row in clears)
         repeated = sum(row.get("step") == step.id for row in failed)
-        if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended)):
+        if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended and step not in kept)):
             yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
         for row in failed if ledger.by_event["bumped"] else ():
             early = step.abort is None and (step.bumped is None or step.bumped.at > row.at)
-            if row.get("step") == step.id and early and len(step.trained) >= len(step.of("selected")):
+            if row.get("step") == step.id and early and _all_trained(ledger, tries, row):
                 yield f"{row}: the version had not risen although the step was finished"
     return f"{counted(len(cleared), 'group')} cleared, {counted(len(finishes), 'optimizer step')}"
+
+
+def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:
+    """Whether all groups of a step, which may be tried several times, were trained or lost before a row. Further updates may follow."""
+    trained = {other["group"]: other.at for step in tries for other in step.trained}
+    groups = {other["group"] for step in tries for other in step.of("selected")} or {*trained}
+    left = [group for group in groups if trained.get(group, row.at) >= row.at]
+    waits = [group for group in left if all(end.event == "cleared" or end.at > row.at for end in ledger.ends(group))]
+    return bool(groups) and not waits
+
+
+def _kept(ledger: LoopLedger) -> list[StepRows]:
+    """The step that a loop which ended by an error trained last: it need not clear it."""
+    return [step for step in ledger.steps if step.of("trained")][-1:] if ledger.error else []
+
+
+def _kept_groups(ledger: LoopLedger) -> set[Id]:
+    return {row["group"] for step in _kept(ledger) for row in step.of("trained")}
+
+
+BETWEEN_TURNS = 0.05  # seconds at most between two looks of another system's controller at its groups
 
 
 def trains_before_straggler(ledger: LoopLedger) -> Violations:
@@ -158,12 +192,17 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
         raise NotMeasured(f"min_groups={least} lets no step begin before all its groups are complete")
     free, judged = 0, 0
     reaction = max(REACTION, _step_seconds(ledger) / 10)
+    tried: set[Id] = set()
+    syncs = _syncs(ledger)
     for step in ledger.steps:
-        start = next(iter(step.of("selected") or step.of("begin", "microbatch")), None)
+        # A step that is tried again may have its groups from the first try.
+        selected = () if step.id in tried else step.of("selected")
+        tried.add(step.id)
+        start = next(iter(selected or step.of("begin", "microbatch")), None)
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
-            could, last = ledger.rows[max(free, rows[least - 1].at)], rows[-1]
-            if last.time > could.time + reaction and last.at > could.at:
+            could, last = _after_syncs(syncs, ledger.rows[max(free, rows[least - 1].at)]), rows[-1]
+            if last.time > could.time + reaction and last.at > could.at and not _in_one_turn(ledger, could.at, last):
                 judged += 1
                 if start.at > last.at:
                     yield (
@@ -174,6 +213,13 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
     if not judged:
         raise NotMeasured("no step had a straggler")
     return f"{counted(judged, 'step')} began before the last group was complete"
+
+
+def _in_one_turn(ledger: LoopLedger, since: int, last: Row) -> bool:
+    """Whether another system's controller may have seen all groups since a row at once."""
+    rows = ledger.rows[since : last.at]
+    shows_a_turn = any(row.event in ("reserved", "sent", "selected", "begin", "sync_begin") for row in rows)
+    return ledger.foreign and not shows_a_turn and last.time <= rows[0].time + BETWEEN_TURNS
 
 
 def _step_seconds(ledger: LoopLedger) -> float:
@@ -205,6 +251,31 @@ def _free_after(ledger: LoopLedger, step: StepRows) -> int:
     else:
         rows = ledger.by_event["resume"] or ledger.by_event["synced"]
     return next((row.at for row in rows if row.at > end), end)
+
+
+def _syncs(ledger: LoopLedger) -> list[tuple[Row, Row]]:
+    """The first and the last row of each sync that ends. One for a replica that joins may first wait for requests to be cancelled."""
+    syncs: list[tuple[Row, Row]] = []
+    first: Row | None = None
+    for row in ledger.of("joined", "begin", "sync_begin", "synced", "error"):
+        if row.event in ("joined", "sync_begin"):
+            first = first or row
+        elif row.event == "begin" and first and first.event == "joined":
+            first = None  # it did not wait for a sync
+        elif first and ends_sync(row):
+            syncs.append((first, row))
+            first = None
+    return syncs
+
+
+def _after_syncs(syncs: Sequence[tuple[Row, Row]], row: Row) -> Row:
+    """Return the row that ends the sync under way at a row, as that of a replica that joins: a step would change what is being sent. The
+    sync of the next such replica may follow at once."""
+    for begin, end in syncs[bisect_right(syncs, row.at, key=lambda sync: sync[1].at) :]:
+        if begin.time > row.time + REACTION:
+            break
+        row = end
+    return row
 
 
 def abort_on_failure(ledger: LoopLedger) -> Violations:
@@ -270,7 +341,7 @@ def no_sample_too_old(ledger: LoopLedger) -> Violations:
         if not ages:
             yield f"{row}: no token of the group has a version"
             continue
-        sample, oldest = min(ages.items(), key=lambda one: one[1])
+        sample, oldest = min(ages.items(), key=lambda age: age[1])
         worst = max(worst, now - oldest)
         if not 0 <= now - oldest <= window:
             where = f"group {row['group']} trained at version {now} (row {row.at})"
@@ -306,7 +377,8 @@ def version_monotone(ledger: LoopLedger) -> Violations:
             if before is not None and after not in (before, before + 1):
                 yield f"{row}: the replica jumps from version {before} to {after}"
             latest[row["replica"]] = after
-    return f"from version {ledger.start} to {ledger.start + len(bumps)}, {counted(len(finishes), 'update')}"
+    updates = f", {counted(len(finishes), 'update')}" if finishes else ""
+    return f"from version {ledger.start} to {ledger.start + len(bumps)}{updates}"
 
 
 CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
@@ -344,7 +416,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
         elif row.event == "hold" or (row.event == "bumped" and ledger.by_event["hold"]):
             held = row  # held from the row at which the version rises
         elif row.event == "resume":
-            if held and (began := _under_way(ledger.rows[held.at : row.at])):
+            if held and (began := open_sync(ledger.rows[held.at : row.at])):
                 yield f"{row}: dispatch continues before the end of the sync that began in row {began.at}"
             held = None
         elif row.event in ("sent", "reserved"):
@@ -396,16 +468,6 @@ def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | No
         yield f"{row}: dispatched while dispatch was held (row {held.at})"
     elif row.event == "sent" and "replica" in row.ids and now is not None and serves[-1:] != [now]:
         yield f"{row}: the replica has version {serves[-1] if serves else 'none'}; the current version is {now}"
-
-
-def _under_way(rows: Sequence[Row]) -> Row | None:
-    """Return the `sync_begin` row of a sync that neither ended nor failed."""
-    syncs = [
-        row
-        for row in rows
-        if row.event in ("sync_begin", "synced") or (row.event == "error" and row.get("of") == "sync")
-    ]
-    return syncs[-1] if syncs and syncs[-1].event == "sync_begin" else None
 
 
 def stamps_per_token(ledger: LoopLedger) -> Violations:
@@ -476,11 +538,12 @@ def every_group_once(ledger: LoopLedger) -> Violations:
     if ledger.by_event["trained"] and ledger.leaves_out("cleared", "group"):
         ledger.need("cleared", "group")  # without it trained groups have no end
     left, how = 0, Counter[str]()
+    kept = _kept_groups(ledger)
     for group, rows in ledger.life.items():
         ends = ledger.ends(group)
         how.update(row.event for row in ends)
         yield from _life(rows, ends, trains=not ledger.leaves_out("trained", "group"))
-        if not ends and {row.event for row in rows} & BEGINNINGS:
+        if not ends and group not in kept and {row.event for row in rows} & BEGINNINGS:
             left += 1
             if ledger.ended:
                 yield f"group {group} has no end; its last row is {rows[-1]}"
@@ -592,7 +655,7 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
     if not ledger.ended:
         raise Missing("the ledger has no `ended` event, so tokens may be in flight")
     no_ends = ledger.leaves_out("cleared", "group")
-    over = {row["group"] for row in ledger.by_event["trained"]} if no_ends else set()
+    over = {row["group"] for row in ledger.by_event["trained"]} if no_ends else _kept_groups(ledger)
     for group, rows in ledger.life.items():
         tokens = sum(row.number("count") for row in rows if row.event == "tokens")
         if tokens and group not in over and not ledger.ends(group):
@@ -639,7 +702,7 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
         own_rows = [
             row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)
         ]
-        for row, after in zip(own_rows, [*own_rows[1:], None], strict=True):
+        for row, after in zip_longest(own_rows, own_rows[1:]):
             soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
             leave |= {row.at} if row.event != permit and not soon else set()
     for row in ledger.rows:
@@ -730,7 +793,7 @@ def permits_return(ledger: LoopLedger) -> Violations:
 
 
 def ends_cleanly(ledger: LoopLedger) -> Violations:
-    """Does the loop end once, with a reason, no unfinished step, and no event after the end?"""
+    """Does the loop end once, with a reason, no unfinished step, and nothing begun after the end?"""
     for row in ledger.by_event["exhausted"][:1]:
         if not ledger.ended:
             yield f"{row}: the data ended but the loop did not; the last row is {ledger.rows[-1]}"
@@ -758,6 +821,7 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
 
 def dead_rollout_named(ledger: LoopLedger) -> Violations:
     """Is every dead replica named, and is each of its requests resent or ended?"""
+    trained = {row["group"] for row in ledger.trained()}
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
             yield f"{row}: the row does not name the replica"
@@ -773,9 +837,16 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
             for joined in ledger.by_event["joined"]
             if joined.get("replica") == row["replica"] and joined.at > row.at
         ]
+        dead = range(row.at + 1, min(back, default=len(ledger.rows)))
         for request in ledger.by_event["sent"]:
-            if request.get("replica") == row["replica"] and row.at < request.at < min(back, default=len(ledger.rows)):
+            if request.get("replica") == row["replica"] and request.at in dead:
                 yield f"{request}: the replica died in row {row.at}"
+        for answer in ledger.by_event["completed"]:
+            sample = ledger.samples[answer["group"]][answer["sample"]]
+            asked = sample.sent[-1:]  # the request that it answers
+            of_the_dead = all(own.get("replica") == row["replica"] for own in (*asked, answer))
+            if asked and asked[0].at < row.at and of_the_dead and answer.at in dead and answer["group"] in trained:
+                yield f"{answer}: the replica died in row {row.at}, and the group was trained with this answer"
     if not died:
         waiting = _without_answer(ledger)
         reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
@@ -844,14 +915,15 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
             pair = resumed_rows[version].get(group), theirs[version].get(group)
             if pair[0] != pair[1]:
                 yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
-    return f"resumed at version {at} after {counted(len(done), 'group')}; {counted(len(shared), 'step')} the same as without a stop"
+    same = f"{counted(len(shared), 'step')} the same as without a stop" if shared else "no step could be compared"
+    return f"resumed at version {at} after {counted(len(done), 'group')}; {same}"
 
 
 def _by_version(ledger: LoopLedger) -> Mapping[int, dict[Id, str]]:
     """Return the lengths, rewards and digests of the samples, by version and trained group."""
     versions: defaultdict[int, dict[Id, str]] = defaultdict(dict)
     for row in ledger.trained():
-        samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))
+        samples = sorted(ledger.samples[row["group"]].items(), key=lambda named: str(named[0]))
         last = [(name, sample.completed[-1]) for name, sample in samples if sample.completed]
         parts = (
             f"sample {name}: " + " ".join(str(done.get(id_, "")) for id_ in ("length", "reward", "digest"))

@@ -193,8 +193,8 @@ class LiveRanks(Port):
                 pending.result()
                 if role != TRAINER:
                     happened.append(Event("published", self.pipeline, replica=replica_number(role), **ids))
-            except RankTimeout:
-                raise
+            except RankTimeout as error:
+                raise culprit_of(error, calls) from None
             except KitError as error:
                 failures.append(str(error).partition("\n")[0])
                 if isinstance(error, RankDied):
@@ -209,6 +209,7 @@ class LiveRanks(Port):
 
         for role in (*names, TRAINER):
             self._call(role, "sync", args, functools.partial(ended, role))
+        calls = [self.busy[role] for role in (*names, TRAINER)]
 
     def _sync_args(self, command: Command, names: Sequence[str]) -> dict[str, Any]:
         return {"version": command.version, "at_sync": command.at_sync, "replicas": names}
@@ -234,6 +235,20 @@ class LiveRanks(Port):
         self.orders.pop(name, None)
         self.active.pop(name, None)
         return [Event("died", self.pipeline, replica=replica_number(name), why=str(error).partition("\n")[0])]
+
+
+def culprit_of(error: RankTimeout, calls: Iterable[Pending]) -> RankTimeout:
+    """The timeout of a sync to report. Each role has its own call: one that only waits may be over before that of a rank it waits for."""
+    for call in calls:
+        if error.culprits:
+            break
+        try:
+            call.result()  # all began together, so it is over soon
+        except RankTimeout as other:
+            error = other if other.culprits else error
+        except KitError:
+            continue
+    return error
 
 
 # -- the ledger, and the ports beside the ranks ---------------------------------------------------------------------------

@@ -5,8 +5,8 @@ for generation (`exposed_generation`). `replicas_idle` is the replicas' mean tim
 
 A sampler with NeMo-RL's protocol is called through a port, so its answers are events and a replay needs no sampler. Its buffer has
 `start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`. Its coroutines run on a clock that
-stops between two polls; a sleeping gate is polled again when the version changes. Limits: `select` and `evict` must not wait; the
-constructor takes the buffer and one of `WINDOWS`.
+stops between two polls; a sleeping gate is polled again when the version or the buffer changes. Limits: `select` and `evict` must not
+wait; the constructor takes the buffer and one of `WINDOWS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from kit.errors import BadInput, KitError
 from kit.loop.limit import returned
 from kit.loop.messages import Command, Event, Sink
-from kit.loop.runner import Port
+from kit.loop.runner import Port, made_by
 from kit.results.records import Id, Row
 from kit.stream.settings import NO_TARGET, Resume, StreamSettings, refuse_lacking
 
@@ -122,6 +122,15 @@ def sync_spans(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
             began[row["version"]] = row.time
         elif row.event == "synced" and row["version"] in began:
             yield began.pop(row["version"]), row.time
+
+
+def covered(spans: Iterable[tuple[float, float]], since: float = -math.inf, until: float = math.inf) -> float:
+    """The seconds between two moments that these spans cover, which may overlap."""
+    seconds, reached = 0.0, since
+    for left, right in sorted(spans):
+        seconds += max(0.0, min(right, until) - max(left, reached))
+        reached = max(reached, min(right, until))
+    return seconds
 
 
 class Watcher(Protocol):
@@ -257,8 +266,9 @@ class Foreign:
         refuse_lacking(kind, settings.sampler)
         self.buffer = Buffer()
         known = inspect.signature(kind).parameters
-        self.sampler = kind(self.buffer, **{name: settings.window for name in WINDOWS if name in known})
-        needed = self.sampler.required_buffer_capacity(settings.groups)
+        window = {name: settings.window for name in WINDOWS if name in known}
+        self.sampler = made_by(kind, settings.sampler, self.buffer, **window)
+        needed = made_by(self.sampler.required_buffer_capacity, settings.sampler, settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}")
         stated = {name: getattr(self.sampler, name, "") for name in STATED}
@@ -271,10 +281,11 @@ class Foreign:
         self._changed = True
 
     def see(self, row: Row) -> None:
+        there = len(self.buffer)
         self.buffer.follow(row)
         if row.event == "bumped":
             self.version = row.number("version")
-            self._changed = True
+        self._changed |= row.event == "bumped" or len(self.buffer) < there
 
     def send(self, command: Command) -> Iterable[Event]:
         if command.name == "admit":
@@ -301,8 +312,8 @@ class Foreign:
         self._loop.close()
 
     def _chosen(self, command: Command) -> Event:
-        """Evict, then abort, then select, as a train pump does."""
-        now = command.version
+        """Evict, then abort, then select, as a train pump does. An admission may wait for the room that these make."""
+        now, there = command.version, len(self.buffer)
         self._at_once(self.sampler.evict(current_train_weight=now))
         evicted, self.buffer.evicted = self.buffer.evicted, []
         aborted = [
@@ -316,7 +327,12 @@ class Foreign:
                 current_train_weight=now, min_prompt_groups=command.least, max_prompt_groups=command.most
             )
         )
+        self._changed |= len(self.buffer) < there
         groups = () if meta is None else tuple(meta.groups)
+        if gone := [group for group in self.buffer.evicted if group in groups]:
+            raise KitError(
+                f"the sampler's select returned group {gone[0]} and removed its rows; what it returns needs remove_in_dp=False"
+            )
         if kept := [slot.group for slot in self.buffer.slots if slot.group in groups]:
             raise KitError(
                 f"the sampler's select returned group {kept[0]} and left it in the buffer; remove what it returns"

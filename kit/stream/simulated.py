@@ -28,6 +28,7 @@ from kit.stream.settings import Resume, StreamSettings, read_settings, refusals
 from kit.stream.sides import Logger, LoopSide, run_loop
 
 REHEARSED = "a failure that is rehearsed"
+OF_A_STEP = ("begin", "microbatch", "finish")  # after an error in one of them the trainer accepts only `abort`
 PER_GROUP = ("microbatch", "logprobs")  # commands that take longer with more groups
 ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
 
@@ -235,6 +236,7 @@ class System(Simulated):
         failing = self.fails.pop("generate", ())
         self.failing = {failing} if isinstance(failing, int) else {*failing}
         self.trainer_free = 0.0
+        self.broken: dict[str, str] = {}  # by pipeline: why its open step can only be aborted
         self.weights_move = (0.0, 0.0)  # start and end of the trainer's last finish
         self.syncing: set[int] = set()  # replicas that the current sync has not reached
         self.sync_version = -1
@@ -255,13 +257,21 @@ class System(Simulated):
         return ()
 
     def trainer(self, command: Command) -> Answers:
+        """One call at a time, in order. After an error in a step's calls, only `abort` is allowed, as on a real trainer."""
         ids = {**dict(command.ids), "of": command.name}
-        if self.fails.get(command.name) == command.step:
-            del self.fails[command.name]
-            yield 0.0, Event("error", command.pipeline, **ids, why=REHEARSED)
-            return
         now = self.clock.now()
         begins = max(now, self.trainer_free)
+        if command.name == "abort":
+            self.broken.pop(command.pipeline, None)
+        why = self.broken.get(command.pipeline, "") if command.name in OF_A_STEP else ""
+        if self.fails.get(command.name) == command.step:
+            del self.fails[command.name]
+            why = REHEARSED
+            if command.name in OF_A_STEP:
+                self.broken[command.pipeline] = f"step {command.step} failed in {command.name} and is not aborted"
+        if why:
+            yield begins - now, Event("error", command.pipeline, **ids, why=why)
+            return
         self.trainer_free = begins + self.durations.of_trainer(command)
         if command.name == "finish":
             self.weights_move = begins, self.trainer_free

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kit.results.records import Id, Row
 from kit.results.units import counted
-from kit.stream.history import LoopLedger, ends_group
+from kit.stream.history import LoopLedger, ends_group, open_sync
 
 # Calls to the trainer, which `done` or `error` answers. Not read from the core, since that is judged.
 CALLS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
@@ -33,7 +33,7 @@ def _unanswered(ledger: LoopLedger) -> Iterator[str]:
         )
     if calls := _open_calls(ledger):
         yield f"the trainer has not answered {calls[0].event} of step {calls[0].get('step', '?')} (row {calls[0].at})"
-    if sync := _open_sync(ledger):
+    if sync := open_sync(ledger.rows):
         there = {published["replica"] for published in ledger.by_event["published"] if published.at > sync.at}
         wanted = next((order.numbers("replicas") for order in ledger.by_event["sync"] if order.at >= sync.at), ())
         left = [str(replica) for replica in wanted if replica not in there]
@@ -59,16 +59,6 @@ def _open_calls(ledger: LoopLedger) -> list[Row]:
             )
             open_ = [call for call in open_ if call is not answered]
     return open_
-
-
-def _open_sync(ledger: LoopLedger) -> Row | None:
-    begun: Row | None = None
-    for row in ledger.rows:
-        if row.event == "sync_begin":
-            begun = row
-        elif row.event == "synced" or (row.event == "error" and row.get("of") == "sync"):
-            begun = None
-    return begun
 
 
 def _open_pairs(ledger: LoopLedger, asks: str, answers: str, name: str) -> dict[Id, Row]:

@@ -145,6 +145,12 @@ class Link:
         """Whether a message or the end of the connection can be received."""
         return bool(ready([self], 0.0))
 
+    def ends(self, within_s: float) -> bool:
+        """Whether the other end closes the connection in this time. What it sent before can still be received."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(within_s * 1000))
+
     def last_words(self, awaited: str, within_s: float = math.inf, patience_s: float = 0.0) -> PeerFailed | None:
         """Return why the other end left or cannot continue, if it sent a reason, or sends one within `patience_s`. Only `send` works on the
         link afterwards. `within_s` limits the search if the other end may still be connected and send more."""

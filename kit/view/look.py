@@ -26,7 +26,7 @@ from kit.results.run import Run, run_name
 from kit.results.units import duration
 from kit.results.verdict import MARKS, Verdict, headline
 from kit.view.model import BUSY, PanelModel
-from kit.view.progress import EndedBy, PhaseState, RunProgress, ranks_short
+from kit.view.progress import EndedBy, PhaseState, RunProgress, placed, ranks_short
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ CSS = f"""
 .kit-strip {{ border-collapse: separate; border-spacing: 2px; font-variant-numeric: tabular-nums; }}
 .kit-strip th {{ font-weight: normal; color: {FAINT}; text-align: left; padding: 0 4px; white-space: nowrap; }}
 .kit-strip th.kit-phase {{ writing-mode: vertical-rl; transform: rotate(180deg); padding: 4px 0; max-height: 11em; }}
-.kit-strip th.kit-cycle {{ border-bottom: 1px solid {LINE}; text-align: center; }}
+.kit-strip th.kit-cycle {{ border-bottom: 1px solid {LINE}; text-align: center; vertical-align: bottom; white-space: normal; }}
 .kit-strip th.kit-rank {{ position: sticky; left: 0; z-index: 1; background: var(--jp-layout-color0, Canvas); }}
 .kit-strip td {{ min-width: 38px; height: 32px; padding: 0 2px; text-align: center; line-height: 1.1; border-radius: 3px;
   border: 1px solid {LINE}; }}
@@ -282,14 +282,13 @@ def current_phase(phases: Sequence[PhaseState]) -> int:
 def grid_html(
     phases: Sequence[PhaseState], size: int, failure: EndedBy | None, roles: Mapping[int, str] | None = None
 ) -> str:
-    """One row per rank, one column per phase, cycles above. Times are measured, or elapsed for a running phase."""
+    """One row per rank, one column per phase, what each cycle is above. Times are measured, or elapsed for a running phase."""
     if not phases:
         return ""
     moment, at = time.monotonic(), current_phase(phases)
-    cycles = [(cycle, len(list(steps))) for cycle, steps in groupby(phases, key=lambda phase: phase.cycle)]
+    places = [(place, len(list(steps))) for place, steps in groupby(phases, key=lambda phase: phase.place)]
     above = "".join(
-        f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{f"cycle {cycle}" if cycle else ""}</th>'
-        for cycle, wide in cycles
+        f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{text(place)}</th>' for place, wide in places
     )
     heads = "".join(
         f'<th class="kit-phase{" kit-now" if index == at else ""}" scope="col">{text(phase.phase)}</th>'
@@ -317,7 +316,7 @@ def phase_cell(phase: PhaseState, rank: int, now: float) -> str:
         seconds = max(0.0, now - phase.began)
     took = "" if seconds is None else duration(seconds)
     word = "no work in this phase" if state == "absent" else state
-    title = text(f"{phase.phase}, cycle {phase.cycle}, rank {rank}: {' '.join(filter(None, [word, took]))}")
+    title = text(f"{placed(phase)}, rank {rank}: {' '.join(filter(None, [word, took]))}")
     small = f"<small>{took}</small>" if took else ""
     return f'<td class="kit-{state}" title="{title}">{MARK_SIGNS.get(state, "·")}{small}</td>'
 
@@ -339,8 +338,7 @@ def progress_words(progress: RunProgress, phases: Sequence[PhaseState], state: s
     words = [f"{progress.done} of {progress.total} phases done"]
     if state == "running" and phases:
         phase = phases[current_phase(phases)]
-        name = f"{phase.phase}, cycle {phase.cycle}" if phase.cycle else phase.phase
-        words = [f"phase {min(progress.done + 1, progress.total)} of {progress.total} ({name})"]
+        words = [f"phase {min(progress.done + 1, progress.total)} of {progress.total} ({placed(phase)})"]
     if progress.elapsed > 0:
         words.append(duration(progress.elapsed))
     if state == "running" and progress.left is not None:

@@ -336,16 +336,21 @@ class PanelModel(HasTraits):
 
     def _settle(self) -> None:
         self._group()
-        values = {**self._base(), **self._given}
+        base = self._base()
+        values = {**base, **self._given}
         config, problems = self._read(values)
         self._config = config or self._config  # limits may depend on it, also while a value is being typed
+        # Code that cannot be loaded is tried once, not again for each choice.
+        unloadable = [field.name for field in self.fields if field.option.here and field.name in problems]
+        others = {**values, **{name: base[name] for name in unloadable}}
+        usual = self._read(others).problems if unloadable else problems
         refused: dict[str, dict[Any, str]] = {}
         for field in self.fields:
             for choice in choices(field):
                 if choice == values[field.name]:
                     continue
-                complaints = self._read({**values, field.name: choice}).problems
-                new = [sentence for sentence in complaints.values() if sentence not in problems.values()]
+                complaints = self._read({**others, field.name: choice}).problems
+                new = [sentence for sentence in complaints.values() if sentence not in usual.values()]
                 if new:  # the fault's own settings
                     refused.setdefault(field.name, {})[choice] = new[0]
         with self.hold_trait_notifications():
@@ -372,7 +377,7 @@ class PanelModel(HasTraits):
         nothing: tuple[None, ...] = (None,) * config.ranks
         self.phases = tuple(
             PhaseState(
-                step.cycle,
+                step.place,
                 step.phase,
                 "to do" if index else "next",
                 marks(config.ranks, working(step, roles), "waiting"),

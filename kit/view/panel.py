@@ -117,7 +117,9 @@ def earlier_run(path: Path) -> EarlierRun:
     row = describe_folder(path)
     fault = f"fault {row['fault']}" if row["fault"] else ""
     finished = row["status"] == "finished"
-    words = [row["label"], run_name(path), "" if finished else row["status"], row["answer"], fault, in_line(row["set"])]
+    judged = row["answer"] != "not judged"
+    answer = f"checks {row['answer']}" if judged else row["answer"]  # a run can fail although its checks pass
+    words = [row["label"], run_name(path), "" if finished else row["status"], answer, fault, in_line(row["set"])]
     return EarlierRun(" · ".join(filter(None, words)), str(path), finished)
 
 
@@ -355,7 +357,7 @@ def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
         return ""
     lines = "".join(f"<li>{look.text(f'{name}={_words(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
     named = ", ".join(f"{name}={_words(choice)}" for name, choice, _ in rows)
-    return f"<details><summary>Excluded by other settings: {look.text(named)}</summary><ul>{lines}</ul></details>"
+    return f"<details><summary>Not possible here: {look.text(named)}</summary><ul>{lines}</ul></details>"
 
 
 def _words(choice: Any) -> str:

@@ -186,7 +186,7 @@ LOG_LINES = 2000
 class PhaseState(NamedTuple):
     """One phase of the plan on every rank. `began` is time.monotonic() of its start while it runs."""
 
-    cycle: int
+    place: str  # of `Step`
     phase: str
     status: str  # to do, next, running, done, failed
     ranks: tuple[str, ...]  # waiting, running, done, failed; absent: no work for this rank
@@ -196,6 +196,11 @@ class PhaseState(NamedTuple):
 
 def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
     return tuple(state if rank in working else "absent" for rank in range(ranks))
+
+
+def placed(state: PhaseState) -> str:
+    """A phase and where in the run it is: "train, cycle 2"."""
+    return f"{state.phase}, {state.place}" if state.place else state.phase
 
 
 class EndedBy(NamedTuple):
@@ -252,7 +257,7 @@ class CallWatch:
                 known[cycle, phase][rank] = value
         self._phases = [
             PhaseState(
-                row.cycle,
+                step.place,
                 row.phase,
                 row.status,
                 marks(ranks, working(step, lab.roles), "done" if row.status == "done" else "waiting"),
@@ -316,7 +321,7 @@ class CallWatch:
         if not self.done:
             return f"ranks are ready; {following}"
         done = self._phases[self.done - 1]
-        return f"{done.phase} of cycle {done.cycle} is done ({self.done} of {len(self._phases)}); {following}"
+        return f"{placed(done)} is done ({self.done} of {len(self._phases)}); {following}"
 
     def seen(self) -> tuple[tuple[PhaseState, ...], RunProgress, tuple[tuple[int, str], ...]]:
         progress = RunProgress(self.done, len(self._phases), self._since(), self._time_left())

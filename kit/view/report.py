@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from kit.draw.picture import image_uri
 from kit.draw.style import THEMES
 from kit.errors import BadInput, KitError
 from kit.labs.discover import describe_folder, rules_of
+from kit.machine import MIB
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, trace
 from kit.results.comparison import Comparison, compact, machine, run_differences, settings_of_runs
 from kit.results.frames import readable
@@ -37,7 +39,7 @@ from kit.results.records import ESCAPES, PATTERN, flat, output_file, to_json, wr
 from kit.results.run import memory_snapshots
 from kit.results.runtable import run_frame
 from kit.results.units import ROW, amount
-from kit.results.verdict import MARKS, SIGNS, cells, folded_rows, tally, without_parts, worst_first
+from kit.results.verdict import MARKS, SIGNS, beside_mark, cells, folded_rows, tally, without_parts, worst_first
 from kit.view.named import album, tables
 from kit.view.runs import FACES, grid_html
 
@@ -46,7 +48,7 @@ TAIL = 60  # lines of a rank's log
 WIDE = 2000  # characters of a line of it
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
-LARGEST = 2**20  # bytes of a timeline on the page
+LARGEST = MIB  # of a timeline on the page
 
 
 def write_report(
@@ -234,7 +236,11 @@ def moved_limits(run: Run, verdict: Verdict) -> dict[str, float]:
     """The tolerances of a stored verdict that differ from the lab's."""
     limits = {row.check: row.limit for row in verdict}
     shown = {rule: limits[rule.name] for rule in rules_of(run.lab) if rule.name in limits}
-    return {rule.name: limit for rule, limit in shown.items() if limit != own_limit(rule, run, limit)}
+    return {rule.name: limit for rule, limit in shown.items() if is_moved(limit, own_limit(rule, run, limit))}
+
+
+def is_moved(limit: float, own: float) -> bool:
+    return limit != own and not math.isnan(limit)  # NaN: the run's config does not give the limit
 
 
 def own_limit(rule: Rule, run: Run, shown: float) -> float:
@@ -261,7 +267,7 @@ def answer_rows(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
                 **answer_cells(group),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
-                "moved": f"moved from the lab's {amount(own, row.unit)}" if own != row.limit else "",
+                "moved": f"moved from the lab's {amount(own, row.unit)}" if is_moved(row.limit, own) else "",
                 "parts": [answer_cells([part]) for part in worst_first(parts)],
             }
         )
@@ -270,8 +276,15 @@ def answer_rows(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
 
 def answer_cells(rows: Sequence[VerdictRow]) -> dict[str, str]:
     mark = MARKS[rows[0].passed]
-    named = dict(zip(("check", "measured", "limit", "why"), cells(rows), strict=True))
-    return {"kind": mark.kind, "mark": str(mark), **named}
+    check, measured, limit, why = cells(rows)
+    return {
+        "kind": mark.kind,
+        "mark": str(mark),
+        "check": check,
+        "measured": measured,
+        "limit": limit,
+        "why": beside_mark(why),
+    }
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

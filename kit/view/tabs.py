@@ -25,14 +25,15 @@ from kit.draw.album import OVERVIEW, Album, WhatIf
 from kit.draw.data import read
 from kit.draw.picture import SHEET, Picture, inline
 from kit.errors import KitError
+from kit.machine import MIB
 from kit.results import Run, VerdictRow, write_trace
 from kit.results.records import rank_name
 from kit.results.run import run_name
 from kit.results.units import amount
-from kit.results.verdict import MARKS, SIGNS, tally, without_parts
+from kit.results.verdict import MARKS, SIGNS, beside_mark, tally, without_parts
 from kit.view import look, named
 from kit.view.look import Tab
-from kit.view.model import PanelLimit, PanelModel
+from kit.view.model import BUSY, PanelLimit, PanelModel
 from kit.view.progress import EndedBy
 
 LAST = 500  # printed lines to show; thousands of lines make a page slow
@@ -41,7 +42,7 @@ MOST = 200  # rows of a table on the page; a filter finds the others
 GRID_SHEET = """
 .kit-grid { overflow:auto; max-height:34em; }
 .kit-grid table { border-collapse:collapse; font-size:.92em; font-variant-numeric:tabular-nums; }
-.kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
+.kit-grid th { position:sticky; text-align:left; top:0; background:var(--jp-layout-color0, Canvas); }
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
 RECORDS = "records"  # the table of every record
@@ -55,9 +56,9 @@ KINDS = {
     "JSON": ".json",
     "Trace for Perfetto": TRACE,
 }
-LINKED = 4 * 2**20  # bytes; larger files get no download link
+LINKED = 4 * MIB  # larger files get no download link
 NO_RUN = "There is no run yet."
-NOTHING = "There is no run yet: press Start, then Step or Run all."
+NOTHING = "There is no run yet: press Start and then Step, or Run all."
 
 
 # -- plots: one at a time, in the notebook's own theme; a limit that moves is drawn again, and nothing else -------------------------------
@@ -139,7 +140,8 @@ class PlotsTab(Tab):
         self.pictures.layout.display = "none" if missing else None
         self.absent.layout.display = None if missing else "none"
         if self._album is None or missing:
-            words = NOTHING if self._album is None else "There are no measurements yet."
+            waits = self._album is not None or self.model.state in BUSY
+            words = "There are no measurements yet." if waits else NOTHING
             self.absent.value = f"<p>{look.span_html('faint', words)}</p>"
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
@@ -274,7 +276,7 @@ class Grid:
         self.copy.value = str(safe.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 
-LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # readable units and their factors
+LARGER = {"B": ("MiB", 1 / MIB), "s": ("ms", 1e3)}  # readable units and their factors
 
 
 def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
@@ -365,7 +367,7 @@ def linked(path: Path) -> str:
     """A download link that contains the file, for a browser on another machine; none for a large file."""
     size, name = path.stat().st_size, look.text(path.name)
     if size > LINKED:
-        words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
+        words = f"{size / MIB:.0f} MiB is too large for a download link; copy the file from its folder"
         return look.span_html("faint", words)
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -663,7 +665,7 @@ def row_html(limit: PanelLimit, row: VerdictRow, *, moved: bool, brief: bool = F
         held = f"{measured}, limit {SIGNS[limit.better]} {amount(row.limit, row.unit)}"
     lab = look.span_html("busy", f" (lab: {amount(limit.default, limit.unit)})") if moved else ""
     name = row.check.partition("/")[2] if brief else row.check
-    why = look.span_html("faint", row.why) if row.why else ""
+    why = look.span_html("faint", beside_mark(row.why)) if row.why else ""
     return f'<b class="kit-{mark.kind}">{mark}</b> <b>{look.text(name)}</b> {look.text(held)}{lab} {why}'
 
 

@@ -41,6 +41,12 @@ LOOK_S = 1.0  # a rank that is stopped or starved does not hold up the report ab
 NEWS_S = 0.5  # between two requests for what ranks report while they work
 TRACEBACKS = 4  # different ones in one error: the first usually explains it, and the logs have all
 AGAIN = "; restart() starts fresh ranks"
+USABLE_AGAIN = "The ranks keep running; the World is usable again once they answer; %ranks stacks looks again"
+
+
+def without_advice(text: str) -> str:
+    """An error of a World where nobody has that World: on the command line, and in the files of a run."""
+    return text.replace(f"\n{USABLE_AGAIN}{AGAIN}", "").replace(AGAIN, "")
 
 
 @dataclass(eq=False)
@@ -230,8 +236,7 @@ class WorldCall:
             rank, phase = member.rank, looks_by_rank.get(member.rank, member).phase
             mark = "culprit" if rank in culprits else "waiting"
             lines += [f"rank {rank}, pid {member.pid}, phase {phase!r} ({mark}):", stacks[rank].rstrip()]
-        again = f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
-        text = "\n".join([*lines, again])
+        text = "\n".join([*lines, f"{USABLE_AGAIN}{AGAIN}"])
         return RankTimeout(text, phase=self.phase, ranks=ranks, culprits=culprits, stacks=stacks)
 
 

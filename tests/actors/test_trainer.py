@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import pytest
 import torch
 
 from kit.actors.samples import Key
 from kit.actors.trainer import TrainerActor
+from kit.megatron import split
 from kit.stream.backed import TO
 
 
@@ -54,3 +56,24 @@ def test_samples_of_a_group_that_is_not_trained_are_dropped() -> None:
     assert trainer.discard(2) == 1
     assert dropped == [{2}]
     assert trainer.previous.keys() == trainer.reference.keys() == {Key(1, 0)}
+
+
+class Doubles:
+    """A trainer of somebody's own, which writes into what it gets, as it may."""
+
+    def microbatch(self, data: dict[str, torch.Tensor]) -> None:
+        data["advantages"] *= 2
+
+
+def test_samples_are_noted_as_they_were_given_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, noted = Counting(first=True), []
+    batch = {name: torch.ones(2, 3) for name in ("token_mask", "advantages")} | {"sample_mask": torch.ones(2)}
+    trainer.step = Doubles()  # type: ignore[assignment]
+    trainer.config = types.SimpleNamespace(train_pace_ms=0.0, group=2)  # type: ignore[assignment]
+    trainer.inbox = types.SimpleNamespace(take=lambda _: [])  # type: ignore[assignment]
+    trainer.on_samples = lambda _, given: noted.append(given["advantages"].sum().item())
+    monkeypatch.setattr(trainer, "need", lambda *_: None)
+    monkeypatch.setattr(trainer, "batch_of", lambda _: batch)
+    monkeypatch.setattr(split, "rank_share", lambda given: given)
+    trainer.microbatch(0, 0, [0])
+    assert noted == [6.0]

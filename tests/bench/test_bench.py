@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kit.labs.bench import Bench, Samples, ratios, run_part
 from kit.labs.definition import BenchConfig, driven_parts
 from kit.nccl import SHARED_GPU
 from kit.results.rules import judge
-from kit.results.samples import median_rule, sample_rows
+from kit.results.samples import OTHERS, median_rule, others_text, sample_rows
 from tests.bench.recorded import Kept, frame_of
 
 RULE = median_rule("fast", "Is it fast?", 2.0)
@@ -89,6 +90,19 @@ def test_samples_are_recorded_before_the_next_one_is_measured(tmp_path: Path) ->
 
     run_part(drive, part)
     assert counts == [0, 1, 2]
+
+
+def test_a_result_says_what_other_processes_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks are made up: 8 s of processor time in all, 2 s of them the bench's, in 4 s."""
+    used, clock = iter([(0.0, 0.0), (8.0, 2.0)]), iter([0.0, 4.0])
+    monkeypatch.setattr(room, "busy_seconds", lambda: next(used))
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    drive: Any = Kept(tmp_path)
+    run_part(drive, lambda _: [])
+    (row,) = drive.rows
+    assert (row.metric, row.value, row.unit) == (OTHERS, 1.5, "cores")
+    assert "used 1.5 of 2 cores" in others_text({"part": "steps", "used": 1.5, "cores": 2})
+    assert not others_text({"part": "steps", "used": 0.1, "cores": 2})
 
 
 def test_parts_are_chosen_by_name_or_by_what_they_have_in_common() -> None:

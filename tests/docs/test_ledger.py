@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.labs.discover import find
 from kit.labs.share.ledgers import settled
+from kit.results import Run
 from kit.results.ledger import Ledger
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured, Violations
@@ -24,7 +26,10 @@ from kit.stream.history import LoopLedger
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ledger.md").read_text()
-JUDGES = ("stream/history", "stream/judge", "stream/given_up", "stream/backed", "share/books", "share/judge")
+JUDGES = (
+    *("stream/history", "stream/judge", "stream/given_up", "stream/requests", "stream/waiting", "stream/backed"),
+    *("share/books", "share/judge", "share/stuck"),
+)
 COMPANIONS = ({"expand", "expanded", "joined", "left", "shrink", "shrunk"},)  # lines of the page that belong together
 
 
@@ -42,13 +47,24 @@ def is_event(node: ast.AST) -> bool:
 def events_read(source: str, *, of_desk: bool) -> Iterator[str]:
     """Names of events in a judge's source: compared with `row.event`, or looked up in a ledger. In the desk's judge all arguments of
     `need` are events, in the loop's judge only the first."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    tables = {
+        ast.unparse(node.targets[0]): node.value.keys if isinstance(node.value, ast.Dict) else [node.value]
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and is_event(node.left):
-            yield from texts(*node.comparators)
+            yield from texts(*(other for other in node.comparators if not isinstance(other, (ast.Call, ast.Subscript))))
+            yield from texts(
+                *(part for other in node.comparators for part in tables.get(ast.unparse(other), ()) if part)
+            )
         elif isinstance(node, ast.Match) and is_event(node.subject):
             yield from texts(*(part for case in node.cases for part in ast.walk(case.pattern)))
         elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "by_event":
             yield from texts(node.slice)
+        elif isinstance(node, ast.Call) and any(map(is_event, node.args)):  # looked up in a table of events
+            yield from texts(*filter(None, tables.get(ast.unparse(node.func).removesuffix(".get"), ())))
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name == "of" or (name == "need" and of_desk):
@@ -92,12 +108,50 @@ def test_every_row_that_a_judge_reads_is_on_the_page() -> None:
     assert sorted(read - notes.union(*lines_of("Events"), *lines_of("The ledger of a desk"))) == []
 
 
+def ids_read(source: str) -> Iterator[str]:
+    """Names of ids in a judge's source: `row["x"]`, `row.get("x")`, `row.number("x")`, `need(event, "x")`, or compared with the ids."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") not in ("by_event", "limits"):
+            yield from texts(*([node.slice] if isinstance(node.slice, ast.Constant) else []))
+        elif isinstance(node, ast.Compare) and any(getattr(other, "attr", "") == "ids" for other in node.comparators):
+            yield from texts(*([node.left] if isinstance(node.left, ast.Constant) else []))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            reads = {"get": node.args[:1], "number": node.args[:1], "numbers": node.args[:1], "need": node.args[1:]}
+            of_ids = not isinstance(node.func.value, ast.Name) or not node.func.value.id.isupper()
+            yield from texts(
+                *(one for one in reads.get(node.func.attr, ()) if of_ids and isinstance(one, ast.Constant))
+            )
+
+
+def test_every_id_that_a_judge_reads_is_on_the_page() -> None:
+    read = set[str]()
+    for name in (*JUDGES, "results/progress"):
+        read |= set(ids_read((ROOT / "kit" / f"{name}.py").read_text()))
+    assert len(read) > 40
+    tables = PAGE.partition("## Events and their ids")[2].partition("\n## What is judged")[0]
+    tables += PAGE.partition("## The ledger of a desk")[2].partition("\n## ")[0]
+    tables += PAGE.partition("## Notes and what backs them")[2].partition("\n## ")[0]
+    assert sorted(read - {*re.findall(r"\w+", tables)}) == []
+
+
+def test_every_call_that_a_judge_finds_in_an_error_is_on_the_page() -> None:
+    read = set[str]()
+    for name in JUDGES:
+        for node in ast.walk(ast.parse((ROOT / "kit" / f"{name}.py").read_text())):
+            if isinstance(node, ast.Compare) and "get('of')" in ast.unparse(node.left):
+                read |= set(texts(*node.comparators))
+    assert {"finish", "generate", "shrink"} <= read
+    lines = [line for line in PAGE.splitlines() if line.startswith(("| `error`", "| `expand`", "| `left`"))]
+    assert sorted(read - {*re.findall(r"\w+", " ".join(lines))}) == []
+
+
 def test_every_setting_that_a_judge_reads_is_on_the_page() -> None:
-    sources = [(ROOT / "kit" / f"{name}.py").read_text() for name in (*JUDGES, "stream/requests")]
-    read = {name for source in sources for name in re.findall(r"\.(?:limit|setting|size|stated)\(\"(\w+)\"", source)}
+    sources = [(ROOT / "kit" / f"{name}.py").read_text() for name in JUDGES]
+    reads = r"\.(?:limit|setting|size|stated|limits\.get)\(\"(\w+)\""
+    read = {name for source in sources for name in re.findall(reads, source)}
     assert len(read) > 12
     lines = [line for line in PAGE.splitlines() if line.startswith(("| `capacity`", "| `limits`", "| `chosen`"))]
-    assert sorted(read - {*re.findall(r"\w+", " ".join(lines))}) == []
+    assert sorted(read - {"pipeline", *re.findall(r"\w+", " ".join(lines))}) == []  # `pipeline` is an id of every row
 
 
 def test_a_loops_ledger_may_leave_out_any_event(tmp_path: Path) -> None:
@@ -106,6 +160,26 @@ def test_a_loops_ledger_may_leave_out_any_event(tmp_path: Path) -> None:
     rows = [{"event": row["metric"], "time": row["time"], **row["ids"]} for row in recorded if row["value"] is None]
     for events in [set[str](), *({row["event"]} for row in rows)]:
         assert failed(stream.RULES, LoopLedger(without(rows, events))) == {}, f"without {events}"
+
+
+def test_each_pipeline_of_a_folder_is_judged(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "examples" / "ledger.py", tmp_path / "run"], check=True, cwd=ROOT)
+    records = tmp_path / "run" / "records.jsonl"
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    of_both = [{**row, "ids": {**row["ids"], "pipeline": name}} for row in rows for name in "ab"]
+
+    def judged(written: Sequence[dict[str, Any]], *, passed: bool = False) -> dict[str, str]:
+        records.write_text("".join(f"{json.dumps(row)}\n" for row in written))
+        verdict = Run(tmp_path / "run", rules=lambda _: find("stream").all_rules()).verdict()
+        return {answer.check: answer.why for answer in verdict if answer.passed is passed}
+
+    assert judged(of_both) == {}
+    lost = next(row for row in of_both if row["metric"] == "published" and row["ids"]["pipeline"] == "a")
+    assert "stream of a" in judged([row for row in of_both if row is not lost])["publish_before_use"]
+    common = [row for row in rows if row["metric"] == "capacity"]  # it names no pipeline, so it holds for both
+    with_common = [*common, *(row for row in of_both if row["metric"] != "capacity")]
+    assert judged(with_common) == {}
+    assert judged(with_common, passed=True).keys() == judged(of_both, passed=True).keys()
 
 
 def test_a_desks_ledger_may_leave_out_any_line() -> None:

@@ -50,7 +50,7 @@ def test_checks_that_the_page_names_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", RUNS)
 def test_a_run_ends_on_the_cpu_as_the_page_says(
     command: str, nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

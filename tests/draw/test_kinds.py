@@ -122,6 +122,16 @@ def test_only_the_panel_that_a_limit_is_for_has_it():
     assert [flat(axes) for axes in picture.axes] == [[], [4]]
 
 
+@pytest.mark.parametrize("value", [10.0, 2.0, 10.000000000000002])
+def test_equal_values_on_a_logarithmic_axis_get_room(value):
+    """However a processor rounds their logarithms: with bars, matplotlib's limits were 4e-15 apart."""
+    table = {"low": value, "high": math.nextafter(value, 0), "value": value}
+    rows = given([{"x": x, **table} for x in (20, 40, 80)])
+    low, high = drawn(Lines(rows=rows, scale="log", bars=True)).axes[0].get_ylim()
+    assert low < value / 2
+    assert high > 2 * value
+
+
 def test_a_limit_far_above_everything_has_a_scale_with_room_for_both():
     near, far = (
         drawn(Lines(rows=given([{"x": 1, "value": 1.0}]), limits=(Limit("r"),)), ("r", at)).axes[0] for at in (4, 400)
@@ -254,6 +264,13 @@ def test_times_far_apart_are_on_a_logarithmic_scale():
         [{"place": place, "lane": "all", "kind": place, "value": value} for place, value in (("p", 1.0), ("q", 100.0))]
     )
     assert drawn(Points(rows=rows)).axes[0].get_yscale() == "log"
+
+
+def test_a_hollow_point_is_seen_before_a_full_one_of_the_same_value():
+    rows = given([{"place": "p", "lane": "all", "kind": kind, "value": 1.0} for kind in ("first", "later")])
+    looks = {"first": Look(1, hollow=True), "later": Look(0)}
+    first, later = drawn(Points(rows=rows, looks=looks)).axes[0].lines
+    assert first.get_zorder() > later.get_zorder()
 
 
 # -- lanes ---------------------------------------------------------------------------------------------------------------

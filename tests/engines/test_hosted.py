@@ -99,6 +99,29 @@ def test_weights_that_stay_in_a_sleeping_engine_are_listed(model: LoadedModel) -
     assert model.resident() == []
 
 
+class Flat(Engine):
+    """All weights lie in one tensor, which is of no weight's size; its views are made when they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = {name: tensor.shape for name, tensor in self.packed.items()}
+        self.flat = torch.cat([tensor.flatten() for tensor in self.packed.values()])
+        del self.packed
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parts = self.flat.split([shape.numel() for shape in self.places.values()])
+        for (name, shape), part in zip(self.places.items(), parts, strict=True):
+            yield name, part.view(shape)
+
+
+def test_one_tensor_for_all_weights_that_stays_in_a_sleeping_engine_is_listed() -> None:
+    model = LoadedModel(Flat(), "mine:Flat", CPU)
+    model.sleep()
+    assert len(model.resident()) == 1
+    model.engine.flat = torch.empty(0)
+    assert model.resident() == []
+
+
 def test_an_engine_without_a_call_is_refused() -> None:
     with pytest.raises(BadInput, match="serve=mine:Engine: the object it returned has no full_tensors"):
         LoadedModel(object(), "mine:Engine", CPU)

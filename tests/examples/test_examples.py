@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +117,19 @@ def test_every_example_is_tried() -> None:
         for node in ast.parse((EXAMPLES / f"{module}.py").read_text()).body:
             if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & under_test:
                 assert node.name in under_test
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_command_of_an_example_runs_from_the_root(path: Path) -> None:
+    """The command in its first lines names the file from the root. Files with a verdict all have one."""
+    head = ast.get_docstring(ast.parse(path.read_text())) or ""
+    named = re.findall(r"kit run .*=([\w.]+):(\w+)", head)
+    assert named or path.stem in SHOWN_ELSEWHERE
+    for module, name in named:
+        assert module == f"docs.examples.{path.stem}"
+        assert hasattr(importlib.import_module(module), name)
+    for script in re.findall(r"docs/examples/\w+\.py", head):
+        assert (ROOT / script) == path
 
 
 def test_the_page_of_examples_is_that_of_the_cases() -> None:

@@ -16,7 +16,7 @@ from kit import machine
 from kit.world import leftovers
 from tests.holdings import holdings, wait_for
 
-pytestmark = [pytest.mark.timeout(20)]
+pytestmark = [pytest.mark.timeout(90)]
 
 START = "from kit.world import World\nworld = World(2, device='cpu', logs={logs!r})\nworld.run('t = torch.ones(1); dist.all_reduce(t)')"
 NOTHING = {"processes": [], "folders": [], "shared memory": [], "fds": []}
@@ -34,12 +34,12 @@ class Kernel:
     def connect(self) -> None:
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=15)
+        self.client.wait_for_ready(timeout=60)
         self.pid = self.manager.provisioner.pid
         assert self.pid is not None
 
     def do(self, code: str) -> None:
-        reply = self.client.execute_interactive(code, timeout=15, output_hook=lambda _: None, store_history=False)
+        reply = self.client.execute_interactive(code, timeout=60, output_hook=lambda _: None, store_history=False)
         assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
 
     def start_world(self) -> None:

@@ -18,7 +18,7 @@ from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.world import World, leftovers
 from tests.holdings import wait_for
 
-pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(20)]
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(90)]
 
 BARRIER = "dist.barrier()"
 

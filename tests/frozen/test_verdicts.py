@@ -51,6 +51,10 @@ MENDED = {
         False,
         "the desk ended both pipelines although every replica had answered it in time",
     ),
+    ("share-expand-first", "plan_as_specified"): (
+        False,
+        "that no plan is made for a request is not out of turn, it is not as specified",
+    ),
     ("share-base-assumed", "plan_as_specified"): (
         False,
         "the planner of then woke a replica of a pipeline that was complete",
@@ -61,6 +65,7 @@ MENDED = {
     ),
     ("sync-receiver-dies", "logits_equal"): (None, "logits were compared for the base only, before a receiver died"),
     ("stream-double-bump", "order_fair"): (False, "groups were selected before the version that they were meant for"),
+    ("offload-stale-globals", "nothing_piles_up"): (None, "only cycles of the control had piled nothing up"),
     ("stream-waits-at-the-end", "logger_is_harmless"): (None, "a loop that hangs shows nothing of its logger"),
 }
 
@@ -86,7 +91,9 @@ def test_every_check_answers_as_it_did(runs: list[Path]) -> None:
         assert {name for name, passed in later.items() if passed is False} == {
             name for name, failing in LATER.items() if run.name in failing
         }
-        if now != stored:
-            changed[run.name] = {name: (stored.get(name), now.get(name)) for name in {*stored, *now}}
-            changed[run.name] = {name: pair for name, pair in changed[run.name].items() if pair[0] is not pair[1]}
+        pairs = {
+            name: (stored.get(name), now.get(name)) for name in {*stored, *now}
+        }  # one that is not asked answers null
+        if differing := {name: pair for name, pair in pairs.items() if pair[0] is not pair[1]}:
+            changed[run.name] = differing
     assert changed == {}

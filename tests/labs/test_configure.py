@@ -203,6 +203,7 @@ def test_an_unknown_fault() -> None:
         find_fault(find("smoke"), "leaked")
 
 
+@pytest.mark.drawn(2, of="code")
 @pytest.mark.parametrize(
     ("target", "why"),
     [
@@ -218,6 +219,33 @@ def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str)
 
     with pytest.raises(BadInput, match=why):
         check_target("implementation", target, sys.executable, {})
+
+
+@pytest.mark.parametrize(
+    ("lab", "own", "why"),
+    [
+        ("stream", "sampler=nope:X", "ModuleNotFoundError: No module named 'nope'"),
+        ("stream", "sampler=json:Missing", "AttributeError: module 'json' has no attribute 'Missing'"),
+        ("stream", "sampler=raises_on_import:X", "RuntimeError: boom"),
+        ("stream", "sampler=ends_on_import:X", "SystemExit: 4"),
+        ("stream", "implementation=nope:X", "ModuleNotFoundError: No module named 'nope'"),
+        ("share", "planner=nope:X", "ModuleNotFoundError: No module named 'nope'"),
+    ],
+)
+def test_code_that_this_process_cannot_load_is_refused_by_its_setting(
+    lab: str, own: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('boom')\n")
+    (tmp_path / "ends_on_import.py").write_text("raise SystemExit(4)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    setting, _, target = own.partition("=")
+    sentence = f"{own} cannot be loaded here: {why}"
+    for simulated in (False, True):
+        given = {setting: target, "simulated": simulated}
+        with pytest.raises(BadInput) as caught:
+            configure(find(lab), given, None)
+        assert str(caught.value) == sentence
+        assert complaints(find(lab), given, None) == {setting: sentence}
 
 
 def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_steps_by_hand(made: Make) -> None:
     assert (shown.cycle, shown.phase) == (0, "first")
     assert {r.metric for r in shown.rows} >= {"seconds", "groups", "groups_before", "fds", "rss", "words"}
     assert {(r.rank, r.value) for r in shown.rows if r.metric == "words"} == {(0, 2.0), (1, 2.0)}
-    assert "first, cycle 0 (phase 1 of 3)" in repr(shown)
+    assert "first (phase 1 of 3)" in repr(shown)
     assert "rank 1" in shown._repr_html_()
     assert [row.status for row in lab.phases] == ["done", "next", "to do"]
     # Measurements are on disk at once.

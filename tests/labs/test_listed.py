@@ -60,8 +60,29 @@ def test_runs_are_filtered(make: Callable[..., str]) -> None:
     ):
         assert set(kit.runs(**asked)["run"]) == found, asked
     row = every.set_index("run").loc[broken]
-    assert (row["set"], row["verdict"], row["answer"]) == ("cycles=5", "1 of 1 measured, 1 failed", "failed")
+    assert (row["set"], row["verdict"], row["answer"]) == ("cycles=5", "1 failed, 1 of 1 measured", "failed")
     assert kit.load(row["dir"]).id == broken
+
+
+@pytest.mark.parametrize("width", [None, 40, 80, 200])
+def test_the_answer_of_a_run_is_never_cut(
+    make: Callable[..., str], width: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed = make("smoke", passed=True)
+    failed = make("smoke", passed=False, fault="leaked-group", cycles=5, ranks=1, groups=7)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)  # as without a terminal
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["runs", "--columns", "fds_return"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line for line in lines}
+    assert "all passed" in found[passed]
+    assert "1 failed" in found[failed]
+    assert head.endswith("fds_return")
+    assert all(line.endswith("1") for line in lines)
+    assert ("cycles=5 groups=7" in found[failed]) is (width == 200)
+    assert width == 40 or max(map(len, lines)) <= (width or 116)
 
 
 def test_a_run_that_was_stopped_has_not_passed(make: Callable[..., str]) -> None:
@@ -102,7 +123,7 @@ def test_an_edited_config_lost_rows_and_rows_of_another_node_show_in_the_list(tm
         facts = describe_folder(tmp_path / "run")
         return [facts["answer"], facts["verdict"]]
 
-    judged, edited = ["passed", "1 of 1 measured, all passed"], ["not judged", "edited after the run ended"]
+    judged, edited = ["passed", "all passed, 1 of 1 measured"], ["not judged", "edited after the run ended"]
     assert shown() == judged
     assert shown(config={"cycles": 5}) == edited
     assert (
@@ -114,6 +135,8 @@ def test_an_edited_config_lost_rows_and_rows_of_another_node_show_in_the_list(tm
     assert shown() == lost
     other.unlink()
     assert shown() == lost
+    del info["sealed"]
+    assert shown() == edited
 
 
 def test_runs_that_a_bench_makes_up_are_listed_as_judged(tmp_path: Path) -> None:
@@ -239,10 +262,10 @@ def test_a_setting_a_check_and_a_metric_are_columns_of_the_table_of_runs(swept: 
     assert picked.loc[f"{sweep}/04"].isna().tolist() == [False, True, False]
     assert frame.set_index("run")["verdict"].tolist() == [
         "1 of 1 measured, so far",
-        "2 of 2 measured, all passed",
-        "2 of 2 measured, all passed",
-        "2 of 2 measured, 1 failed",
-        "1 of 2 measured, all passed",
+        "all passed, 2 of 2 measured",
+        "all passed, 2 of 2 measured",
+        "1 failed, 2 of 2 measured",
+        "all passed, 1 of 2 measured",
     ]
     assert frame["sweep"].tolist() == ["", *[sweep] * 4]
     assert frame["machine"].tolist()[1] == "box-7, 2 cores"
@@ -252,6 +275,12 @@ def test_a_setting_a_check_and_a_metric_are_columns_of_the_table_of_runs(swept: 
         BadInput, match="no run has a setting, check or PHASE/METRIC 'memory_drif'; did you mean 'memory_drift'"
     ):
         run_frame(rows, ["memory_drif"])
+    many = [{**row, "config": {f"setting_{number}": number for number in range(200)}} for row in rows]
+    with pytest.raises(BadInput) as caught:
+        run_frame(many, ["settin_7"])
+    assert "did you mean 'setting_7'? allowed are " in str(caught.value)
+    assert re.search(r" and \d+ more; `kit labs LAB` lists settings, `kit show` checks and phases$", str(caught.value))
+    assert len(str(caught.value)) < 500
 
 
 def test_a_sweep_has_a_row_for_each_combination_with_the_spread_of_every_number(swept: Path) -> None:

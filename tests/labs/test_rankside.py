@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,13 +53,33 @@ class Typed(LabConfig):
 
 
 def begin(
-    config: type[LabConfig] = LabConfig, device: str = "cpu", phases: str = f"{__name__}:Phases", **more: Any
+    config: type[LabConfig] = LabConfig,
+    device: str = "cpu",
+    phases: str = f"{__name__}:Phases",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> None:
     role = {"name": "", "ranks": [0], "phases": phases}
     where: dict[str, Any] = {"devices": [device], "nodes": [0], "world_sizes": [1], "meeting": "here"}
     rankside.begin(
-        roles=[role], config_type=f"{config.__module__}:{config.__qualname__}", config={}, fault=None, **where, **more
+        roles=[role],
+        config_type=f"{config.__module__}:{config.__qualname__}",
+        config={**settings},
+        fault=None,
+        **where,
+        **more,
     )
+
+
+@pytest.mark.parametrize(("settings", "passes_over"), [({}, True), ({"scheduler": "mine:desk"}, False)])
+def test_walks_over_all_objects_find_what_was_imported_where_own_code_runs(
+    calls: Calls, settings: dict[str, str], passes_over: bool
+) -> None:
+    gc.unfreeze()
+    begin(ShareConfig, phases="kit.labs.share.ranks.observer:FarObserver", settings=settings)
+    assert (gc.get_freeze_count() > 0) is passes_over
+    rankside.end()
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_observer_of_another_machine_ends_with_the_step_of_a_loop_that_failed(

@@ -117,16 +117,22 @@ def test_a_ctrl_c_as_a_limit_begins_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch)
 def test_a_limit_that_rings_as_its_block_ends_is_taken_back(
     thread: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator is one instruction: what rings in it is raised as `__exit__` begins."""
+    """An operator is one instruction: what rings in it is raised as `__exit__` begins.
+
+    The watcher of another thread must be given a processor while the operator lasts, so it takes longer each time until that was so."""
     monkeypatch.setattr(limit, "TURN_S", 0.01)
     monkeypatch.setattr(limit, "AGAIN_S", 0.5)
 
-    def ends_late(base: int = 3) -> int:
-        return base**1_000_000
+    def ends_late(power: int, base: int = 3) -> int:
+        return base**power
+
+    def rings() -> None:
+        for doubled in range(20, 25):
+            returned(lambda power=2**doubled: ends_late(power), lambda: "the sampler")  # type: ignore[misc]
 
     def late_and_on() -> str:
         with pytest.raises(NeverReturned):
-            returned(ends_late, lambda: "the sampler")
+            rings()
         until = time.monotonic() + 0.6  # an alarm left behind would ring by now
         while time.monotonic() < until:
             pass

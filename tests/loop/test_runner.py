@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import RealClock, Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import CoreRaised, RealClock, Runner, Simulated, Stalled, VirtualClock, made_core
 from kit.results import run
 from kit.results.frames import rows_of
 from tests.loop.replaying import File, replay, replay_rows, turns
@@ -55,6 +56,53 @@ class Answers:
 
 def simulated(clock: VirtualClock, **more: Any) -> Simulated:
     return Simulated(clock, {"ask": lambda command: [(2.5, Event("answer", command.pipeline, n=command.n))]}, **more)
+
+
+class Raises(Asks):
+    def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
+        raise KeyError("mine")
+
+
+def test_a_core_that_raises_is_named_with_its_event_and_its_line() -> None:
+    clock = VirtualClock()
+    words = r"^a in the event answer raised KeyError: 'mine' \(test_runner\.py, line \d+\)$"
+    with pytest.raises(CoreRaised, match=words) as raised:
+        Runner({"a": Raises(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock).run()
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(None, "cannot unpack .*object"), ((0, None), ".*not iterable"), ((0, "no"), "'n' stands among .* no Command")],
+)
+def test_a_core_that_returns_no_state_and_commands_is_named(answer: Any, words: str) -> None:
+    class Returns(Asks):
+        def step(self, state: int, event: Event) -> Any:
+            return answer
+
+    clock = VirtualClock()
+    with pytest.raises(CoreRaised, match=rf"^a in the event answer raised TypeError: {words}$"):
+        Runner({"a": Returns(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock).run()
+
+
+def test_own_code_that_cannot_be_made_is_named_with_its_line() -> None:
+    with pytest.raises(
+        CoreRaised, match=rf"^{__name__}:cannot_be_made raised ValueError: no settings \(test_runner\.py, line \d+\)$"
+    ):
+        made_core(f"{__name__}:cannot_be_made", 1)
+    with pytest.raises(CoreRaised, match=rf"^{__name__}:cannot_be_made raised TypeError: .* 2 were given$"):
+        made_core(f"{__name__}:cannot_be_made", 1, 2)
+
+    with pytest.raises(CoreRaised, match=r"raised JSONDecodeError: .* \(test_runner\.py, line \d+\)$"):
+        made_core(f"{__name__}:reads_no_json")
+
+
+def cannot_be_made(settings: object) -> None:
+    raise ValueError("no settings")
+
+
+def reads_no_json() -> None:
+    json.loads("no")
 
 
 def test_time_is_virtual_and_the_ledger_has_everything_in_order() -> None:

@@ -18,7 +18,7 @@ Launch = Callable[..., list[Any]]
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """launch("script", ranks, *arguments) -> the value that each rank wrote to its result file."""
 
-    def run(script: str, ranks: int, *arguments: str, timeout_s: float = 110) -> list[Any]:
+    def run(script: str, ranks: int, *arguments: str, timeout_s: float = 270) -> list[Any]:
         out = tmp_path_factory.mktemp(script)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(Path(__file__).parent / "ranks" / f"{script}.py"), *arguments]

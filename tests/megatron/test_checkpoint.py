@@ -184,6 +184,7 @@ def test_an_export_after_a_load_is_the_folder_byte_for_byte(
     assert [path.name for path in to.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.drawn(1, of="dtypes")
 @pytest.mark.parametrize(("dtype", "odd"), [("F32", True), ("F16", True), ("BF16", False)])
 def test_a_job_in_float32_gives_narrower_files_back(world: World, tmp_path: Path, dtype: str, odd: bool) -> None:
     folder = make(tmp_path / "in", dtype, odd=odd)
@@ -220,6 +221,7 @@ def quantise(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+@pytest.mark.drawn(1, of="folders")
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [

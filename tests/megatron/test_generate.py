@@ -28,6 +28,7 @@ def ask(world: World, function: str, **arguments: Any) -> Any:
     return first
 
 
+@pytest.mark.drawn(1, of="bits")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -59,6 +60,7 @@ def test_recorded_log_probabilities_are_those_of_the_distribution_that_was_sampl
     assert found["short"] == []
 
 
+@pytest.mark.drawn(1, of="versions")
 @pytest.mark.parametrize(
     ("tp", "at_sync"),
     [

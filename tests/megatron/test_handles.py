@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.megatron import groups
-from kit.megatron.handles import GroupReleased, Handle, back_to
+from kit.megatron.handles import GroupReleased, Handle, back_to, redirect_defaults
 
 
 @pytest.fixture
@@ -49,3 +51,34 @@ def test_a_group_of_one_rank_has_the_right_sum(monkeypatch: pytest.MonkeyPatch) 
     finally:
         dist.destroy_process_group()
     assert (said["ranks"], said["sum"], said["exact"]) == ([0], 1.0, True)
+
+
+LATE = """
+import functools
+
+class Layer:
+    def reduced(self, group=GROUP): ...
+
+def wrapped(group=GROUP): ...
+
+def plain(group=GROUP): ...
+
+@functools.wraps(wrapped)
+def outer(*args): ...
+
+plain.__wrapped__ = plain  # a walk along wrappers must end
+"""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_functions_that_hold_a_group_are_found_where_collections_pass_over_them(
+    monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    module = ModuleType("came_late")
+    vars(module)["GROUP"] = group = object()
+    exec(LATE, vars(module))
+    monkeypatch.setitem(sys.modules, "came_late", module)
+    (gc.freeze if frozen else gc.unfreeze)()
+    redirect_defaults(group, "new")
+    for function in (module.Layer.reduced, module.outer.__wrapped__, module.plain):
+        assert function.__defaults__ == ("new",)

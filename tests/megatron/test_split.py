@@ -48,6 +48,7 @@ def test_jobs_that_are_refused(world: World) -> None:
     assert "a rank must hold one model chunk" in found["chunks"]
 
 
+@pytest.mark.drawn(1, of="kinds")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -102,6 +103,7 @@ def test_an_error_of_the_optimizer(world: World) -> None:
     assert found == {"message": "pop from empty list", "hooks_back": True, "changed": [], "version": 0, "updated": True}
 
 
+@pytest.mark.drawn(3, of="jobs")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -134,6 +136,7 @@ def test_shards_put_together_are_the_all_reduce(world: World) -> None:
     assert found == {"unequal": [], "seen": True}
 
 
+@pytest.mark.drawn(1, of="experts")
 @pytest.mark.parametrize(
     ("level", "ep"),
     [

@@ -40,7 +40,7 @@ class Setup:
 
 
 OFFLOAD = {"cycles": 2, "steps": 1, "timeout_s": 30, "meet_timeout_s": 5}
-SPLIT = {"chunks": [1, 2], "microbatches": 4, "steps": 2, "dtype": "float32", "timeout_s": 45}
+SPLIT = {"chunks": [1, 2], "microbatches": 4, "steps": 2, "dtype": "float32", "timeout_s": 120}
 TOKENS = {**SPLIT, "level": "tokens"}
 SYNC = {"cycles": 2, "sweep": False, "tp": 1, "replicas": 2, "timeout_s": 60, "deadline_s": 10}
 APART = {**SYNC, "placement": "apart"}
@@ -68,6 +68,7 @@ SETUPS = {
         Setup("split:gspo", 2, {**SPLIT, "recipe": "gspo", "level": "sequences"}),
         Setup("sync", 3, SYNC),
         Setup("sync:buckets", 3, {**SYNC, "bucket_mib": 0.05}),
+        Setup("sync:sweep", 3, {**SYNC, "sweep": True, "sweep_mib": 2}, alone=True),
         Setup("sync:paused", 3, {**APART, "refresh": "paused"}),
         Setup("sync:rendezvous", 3, {**SYNC, "transport": "rendezvous"}),
         Setup("sync:serialize", 3, {**SYNC, "transport": "serialize"}),

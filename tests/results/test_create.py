@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,19 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
     assert sorted(path.name for path in writer.dir.iterdir()) == ["logs", "records.jsonl", "run.json"]
 
 
+@pytest.mark.parametrize("there", [(), ("run",)])
+def test_a_run_that_a_full_disk_stops_at_its_start_leaves_what_was_there(tmp_path, monkeypatch, there):
+    def full(path: Path, _: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    for name in there:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("kit.results.run.rewrite_json", full)
+    with pytest.raises(BadInput, match="No space left on device"):
+        create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "run")
+    assert {*tmp_path.rglob("*")} == {tmp_path / name for name in there}
+
+
 def test_a_failed_run_says_why(tmp_path):
     writer = create_run(tmp_path, "smoke", {}, {})
     writer.finish("rank 1 died in reload: SIGKILL")
@@ -64,6 +80,24 @@ def test_out_is_the_folder_itself_and_never_taken_twice(tmp_path):
     assert create_run(tmp_path, "smoke", {}, {}, out=out).dir == out
     with pytest.raises(BadInput, match="already holds a run"):
         create_run(tmp_path, "smoke", {}, {}, out=out)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden", "logs/"])
+def test_a_folder_with_files_of_a_person_is_refused_and_stays_as_it_is(tmp_path, name):
+    out = tmp_path / "mine"
+    out.mkdir(mode=0o755)
+    (out / name).mkdir() if name.endswith("/") else (out / name).touch()
+    with pytest.raises(BadInput) as caught:
+        create_run(tmp_path, "smoke", {}, {}, out=out)
+    assert str(caught.value) == f"{out} is not empty; choose a new folder or an empty one"
+    assert [*out.iterdir()] == [out / name]
+    assert out.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_folder_of_a_run_is_its_owners_only_unless_it_was_there(tmp_path):
+    (there := tmp_path / "there").mkdir(mode=0o750)
+    for out, mode in ((None, 0o700), (tmp_path / "new", 0o700), (there, 0o750)):
+        assert create_run(tmp_path, "smoke", {}, {}, out=out).dir.stat().st_mode & 0o777 == mode
 
 
 def test_of_several_runs_that_begin_in_one_folder_one_gets_it(tmp_path):

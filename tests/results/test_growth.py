@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import pandas as pd
 import pytest
 
+from kit.machine import MIB
 from kit.results import Row, Rule, Verdict, judge, to_frame
-from kit.results.growth import MIB, OBSERVED, slopes, worst
+from kit.results.growth import OBSERVED, slopes, worst
 
 DRIVER = "memory_slope/driver_used"
 

@@ -31,7 +31,7 @@ from kit.results import (
 )
 from kit.results.records import read_bytes
 from kit.results.rules import TooFewCycles, null
-from kit.results.run import EDITED, INDEX, find_run, write_junit
+from kit.results.run import EDITED, INDEX, UNSEALED, find_run, write_junit
 
 
 def drift(frame, config):
@@ -192,6 +192,12 @@ def edit_the_config(folder):
     (folder / "run.json").write_text(json.dumps({**info, "config": {"cycles": "3"}}))
 
 
+def remove_the_seal(folder):
+    info = json.loads((folder / "run.json").read_text())
+    del info["sealed"]
+    (folder / "run.json").write_text(json.dumps(info))
+
+
 def edit_the_fault(folder):
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**info, "fault": "leak"}))
@@ -259,6 +265,7 @@ def test_any_config_of_a_persons_own_job_is_found_as_it_was_written(tmp_path, co
         (edit_the_config, ["run.json: the config was edited after the run ended"]),
         (edit_the_fault, ["run.json: the fault was edited after the run ended"]),
         (edit_the_lab, ["run.json: the lab was edited after the run ended"]),
+        (remove_the_seal, [UNSEALED]),
         (break_the_verdict, ["the stored verdict is damaged: `kit check` judges the records again"]),
         (lose_the_verdict, ["the stored verdict is missing: `kit check` judges the records again"]),
         (

@@ -25,7 +25,7 @@ from kit.results import (
     to_frame,
 )
 from kit.results.rules import hold_limits, measure_checks, suspect_in
-from kit.results.verdict import cells, headline
+from kit.results.verdict import cells, headline, measured_of, without_parts
 
 
 def check(value, *, limit=10.0, better="<=", why="", name="drift"):
@@ -342,6 +342,9 @@ def test_several_answers_are_several_rows():
         ("drift", True, 1.0),
     ]
     assert [row.why for row in verdict[:4]] == ["2 of 4 fail; worst: two", "one", "two", "not measured: three"]
+    # A check with parts counts once, in both summaries.
+    assert verdict.summary() == "1 failed, 1 passed, 0 not measured"
+    assert measured_of(without_parts(verdict)) == "1 failed, 2 of 2 measured"
     assert {row.limit for row in verdict[:5]} == {10.0}
     assert exit_code(verdict) == 1
     given = {"one": 1.0, "three": None}
@@ -381,6 +384,7 @@ def test_a_limit_that_an_older_config_cannot_give_is_null_and_no_traceback():
     row = judge(to_frame([]), {}, [question])[0]
     assert (row.passed, row.measured, math.isnan(row.limit)) == (None, None, True)
     assert row.why == "not measured: the run's config has no 'size'"
+    assert cells([row])[1:3] == ("-", "-")
     assert judge(to_frame([]), {}, [question], {"c": 3})[0].passed
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.loop.messages import Map
-from kit.share.books import SPECIFIED, Books, specified
+from kit.share.books import SPECIFIED, Books, WaitingRequest, specified
 from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, share_of, violations
 from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, PipelineState, Plan, Request
 
@@ -210,7 +210,7 @@ def drawn(draw: random.Random) -> tuple[DeskFields, Books]:
         if kind and (name, cluster) not in f.leases and not (cluster == GENERATION and f.pipelines[name].releasing):
             target = draw.randint(0, 9) if kind == GENERATION else 0
             f.requests += (Request(name, cluster, kind, number, target),)
-            books.waiting[name, cluster] = (kind, number, target, 0.0)
+            books.waiting[name, cluster] = WaitingRequest(kind, number, target, 0.0)
     return f, books
 
 

@@ -45,6 +45,7 @@ def test_schedules_end_and_the_judge_finds_nothing() -> None:
     }
 
 
+@pytest.mark.drawn(1, of="schedules")
 @pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_a_thousand_schedules_keep_every_device(first: int) -> None:
     for seed in range(first, first + 250):

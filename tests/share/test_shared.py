@@ -17,7 +17,15 @@ from kit.loop.runner import Runner
 from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import Books, DeskLedger
-from kit.share.judge import RULES, dead_replaced, pipeline_rows, plan_valid, priority_kept
+from kit.share.judge import (
+    RULES,
+    dead_replaced,
+    one_owner,
+    pipeline_rows,
+    plan_valid,
+    priority_kept,
+    shrink_before_expand,
+)
 from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
@@ -59,6 +67,7 @@ def run(how: dict[str, Any]) -> DeskSimulation:
     return shared(how.pop("pipelines", BOTH), **how)
 
 
+@pytest.mark.drawn(3, of="kinds")
 @pytest.mark.parametrize("how", KINDS, ids=lambda how: "-".join(how) or "plain")
 def test_both_end_and_every_check_passes(how: dict[str, Any]) -> None:
     done = run(how)
@@ -187,6 +196,7 @@ def test_every_check_has_a_fault() -> None:
     assert {fault.caught_by for fault in SCRIPTED} | BY_PIPELINES == {rule.__name__ for rule in RULES}
 
 
+@pytest.mark.drawn(6, of="faults")
 @pytest.mark.parametrize("fault", SCRIPTED, ids=lambda fault: fault.name)
 def test_a_fault_is_seen_by_the_check_that_it_names(fault: Fault) -> None:
     scenario = SCENARIOS[fault.scene["scenario"]]
@@ -339,3 +349,45 @@ def test_a_request_that_is_not_sent_again_is_seen() -> None:
         if row["event"] == "sent" and row.get("pipeline") == "a" and row["group"] == again[0]["group"]
     )
     assert "no_request_lost" in violations([*wrong[: rows.index(first)], first, *wrong[rows.index(first) :]])
+
+
+@pytest.mark.parametrize(("between", "is_right"), [([], False), (["commit"], True), (["died"], True)])
+def test_a_desk_plans_again_after_its_commit_or_a_loss(between: list[str], *, is_right: bool) -> None:
+    """Two plans without a commit would hide a replica that is put to sleep late."""
+    names = ["plan", *between, "plan"]
+    rows = [{"event": name, "time": float(at), "pipeline": "desk", "number": at} for at, name in enumerate(names)]
+    assert settled(shrink_before_expand, DeskLedger(rows)).value == float(not is_right)
+
+
+def test_a_desk_may_put_replicas_to_sleep_after_its_commit() -> None:
+    rows = [
+        {"event": "clusters", "pipeline": "a", "generation": (0, 1), "tp": 1},
+        {"event": "acquire", "pipeline": "a", "kind": "generation"},
+        {"event": "plan", "pipeline": "desk", "number": 1},
+        {"event": "expand", "pipeline": "a", "replica": 0, "devices": (0,)},
+        {"event": "expanded", "pipeline": "a", "replica": 0},
+        {"event": "joined", "pipeline": "a", "replica": 0},
+        {"event": "commit", "pipeline": "desk", "number": 1},
+        {"event": "left", "pipeline": "a", "replica": 0},
+    ]
+    timed = [{**row, "time": float(at)} for at, row in enumerate(rows)]
+    assert not settled(shrink_before_expand, DeskLedger(timed)).value
+    early = [row for row in timed if row["event"] != "commit"]
+    assert settled(shrink_before_expand, DeskLedger(early)).value == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_right"), [((2, 3), True), ((3, 2), True), ((1, 2), False), ((2,), False), ((), False)]
+)
+def test_a_replica_wakes_on_its_own_devices(devices: tuple[int, ...], *, is_right: bool) -> None:
+    """Two orders of the devices would give one of them to two replicas, which no other row shows."""
+    rows = [
+        {"event": "clusters", "pipeline": "a", "generation": (0, 1, 2, 3), "tp": 2},
+        {"event": "acquire", "pipeline": "a", "kind": "generation"},
+        {"event": "plan", "pipeline": "desk", "number": 1},
+        {"event": "expand", "pipeline": "a", "replica": 1, "devices": devices},
+    ]
+    found = settled(one_owner, DeskLedger([{**row, "time": float(at)} for at, row in enumerate(rows)]))
+    assert bool(found.value) is not is_right
+    if not is_right:
+        assert "its own are 2 and 3" in found.why

@@ -44,6 +44,7 @@ def reported(lie: Lie, settings: StreamSettings = PLAIN) -> Memory:
     return simulate(settings, RAGGED, core=Lying(settings)).rows
 
 
+@pytest.mark.drawn(4, of="controllers")
 @pytest.mark.parametrize(("sampler", "at_sync"), list(product(SAMPLERS, get_args(AtSync))))
 def test_what_a_right_controller_notes_did_happen(sampler: str, at_sync: Any) -> None:
     settings = replace(PLAIN, sampler=sampler, window=0 if sampler == "strict" else 1, at_sync=at_sync, filter=True)
@@ -67,6 +68,20 @@ def test_so_it_does_after_a_resume() -> None:
     rows = simulate(PLAIN, RAGGED, resume=start).rows
     assert backed(rows) == ""
     assert ledger(rows).start == 2
+
+
+def test_a_controller_may_send_what_it_recomputes_and_the_microbatch_without_waiting() -> None:
+    rows = [*ledger(simulate(replace(PLAIN, previous="recomputed"), RAGGED).rows).rows]
+    facts = [{"event": row.event, "time": row.time, **row.ids} for row in rows]
+
+    def place(event: str, **ids: Any) -> int:
+        return next(at for at, row in enumerate(facts) if row["event"] == event and {*ids.items()} <= {*row.items()})
+
+    ahead = facts.pop(place("microbatch"))
+    facts.insert(place("done", of="logprobs"), ahead)
+    assert not finding("notes_backed", LoopLedger(facts)).value
+    facts.insert(place("done", of="logprobs"), facts.pop(place("done", of="microbatch")))
+    assert "log-probabilities of group" in finding("notes_backed", LoopLedger(facts)).why
 
 
 # -- lies -----------------------------------------------------------------------------------------------------------------
@@ -189,3 +204,17 @@ def test_samples_without_tokens_have_no_lag() -> None:
     for name in ("metrics_true", "no_sample_too_old"):
         found = finding(name, judged)
         assert (name, found.value, found.why) == (name, 0.0, found.why)
+
+
+class CancelsOneOfEachGroup(Controller):
+    def step(self, state: Any, event: Event) -> Any:
+        state, commands = super().step(state, event)
+        firsts = {one.group: one for one in reversed(commands) if one.name == "cancel"}
+        return state, tuple(one for one in commands if one.name != "cancel" or firsts[one.group] is one)
+
+
+@pytest.mark.parametrize(("kind", "is_right"), [(Controller, True), (CancelsOneOfEachGroup, False)])
+def test_one_cancelled_request_does_not_excuse_the_others(kind: type[Controller], is_right: bool) -> None:
+    settings = replace(PLAIN, sampler="windowed", at_sync="keep", places=24)
+    found = finding("no_needless_waste", ledger(simulate(settings, RAGGED, core=kind(settings)).rows))
+    assert not found.value if is_right else "although the other requests of its group were cancelled" in found.why

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from docs.examples.own_sampler import InOrder
-from kit.errors import BadInput
-from kit.loop.messages import Event, Memory
+from kit.errors import BadInput, KitError
+from kit.loop.messages import Command, Event, Memory
+from kit.loop.runner import CoreRaised
+from kit.results.records import Row
 from kit.stream.core import Controller, resume_from
-from kit.stream.ports import Buffer, BufferSlot, Foreign
+from kit.stream.ports import Buffer, BufferSlot, Foreign, Meta
 from kit.stream.settings import StreamSettings
 from kit.stream.simulated import Durations, simulate
 from tests.loop.replaying import replay_rows
@@ -91,6 +93,49 @@ def test_the_data_may_end_while_their_gate_is_closed() -> None:
     assert "the data ended with" in simulate(SETTINGS, sampler=InOrder, prompts=17).ended.error
 
 
+class RemovesRows(Windowed):
+    """Returns a group whose rows it gives up at once."""
+
+    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
+        meta = Meta((self.buffer.slots[0].group,))
+        await self.buffer.remove([0], remove_in_dp=True)
+        return meta, {}
+
+
+def test_a_group_whose_rows_are_gone_cannot_be_trained() -> None:
+    port = Foreign(RemovesRows, SETTINGS)
+    port.see(Row(metric="reserved", time=0.0, ids={"group": 0, "version": 0}))
+    with pytest.raises(KitError, match="returned group 0 and removed its rows"):
+        port.send(Command("select", "sampler", version=0, least=1, most=1))
+    port.close()
+
+
+class OneByOne(Windowed):
+    """Admits a group while the buffer has none, and evicts what it has."""
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        while len(self.buffer):
+            await asyncio.sleep(0.005)
+        return None
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        return await self.buffer.remove(range(len(self.buffer)), remove_in_dp=True)
+
+
+@pytest.mark.parametrize("room", ["evicted", "failed"])
+def test_an_admission_may_wait_for_room_in_the_buffer(room: str) -> None:
+    port = Foreign(OneByOne, SETTINGS)
+    port.see(Row(metric="reserved", time=0.0, ids={"group": 0, "version": 0}))
+    port.send(Command("admit", "sampler"))
+    assert not port.take()
+    if room == "failed":
+        port.see(Row(metric="failed", time=0.0, ids={"group": 0}))
+    else:
+        port.send(Command("select", "sampler", version=0, least=1, most=1))
+    assert [event.name for event in port.take()] == ["admitted"]
+    port.close()
+
+
 def test_a_step_that_was_given_up_comes_back_into_their_buffer() -> None:
     settings = replace(SETTINGS, step_retries=1, min_groups=8, steps=2)
     plain = simulate(settings, sampler=InOrder)
@@ -159,6 +204,17 @@ def test_what_lacks_a_method_or_needs_more_places_is_refused() -> None:
         Foreign(Partial, SETTINGS)
     with pytest.raises(BadInput, match="places=15 is too few: the sampler mine:InOrder needs 16"):
         Foreign(InOrder, replace(SETTINGS, places=15))
+
+
+def test_a_sampler_that_cannot_be_made_is_named() -> None:
+    class Broken(InOrder):
+        def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+            raise ValueError("no capacity")
+
+    with pytest.raises(
+        CoreRaised, match=r"^mine:InOrder raised ValueError: no capacity \(test_foreign\.py, line \d+\)$"
+    ):
+        Foreign(Broken, SETTINGS)
 
 
 def test_a_selection_that_waits_is_an_error() -> None:

@@ -126,3 +126,19 @@ def test_a_rank_that_did_not_answer_is_the_reason_and_gets_no_call() -> None:
     assert ranks.take() == []  # nor is the next one looked at
     with pytest.raises(RankTimeout, match=r"no answer$"):
         ranks.settle()
+
+
+def test_a_sync_that_waits_for_a_lost_rank_names_that_rank() -> None:
+    """Each role has a call of its own, and that of the rank that waits is over first."""
+    calls = Calls()
+    ranks = LiveRanks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
+    ranks.send(Command("sync", "sync", "a", version=1, at_sync="keep", replicas="0"))
+    ranks.wait(0.0)
+    waits, lost = (
+        RankTimeout(f"no answer from rank {rank}", phase="stream", ranks=(rank,), culprits=culprits, stacks={})
+        for rank, culprits in ((1, ()), (0, (0,)))
+    )
+    calls.made[0].answer, calls.made[1].answer = waits, lost
+    with pytest.raises(RankTimeout, match="no answer from rank 0"):
+        ranks.take()
+    assert ranks.stuck is lost

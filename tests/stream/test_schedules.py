@@ -50,6 +50,7 @@ def fail_everywhere(variant: dict[str, Any], seed: int) -> int:
     return plain.sent + 1
 
 
+@pytest.mark.drawn(2, of="failures")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: "-".join(map(str, one.values())))
 def test_a_failure_at_every_command_loses_no_permit(variant: dict[str, Any]) -> None:
     assert sum(fail_everywhere(variant, seed) for seed in range(3)) >= 60

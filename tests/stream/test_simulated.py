@@ -78,6 +78,7 @@ def test_a_logger_that_raises_is_reported_and_ends_nothing() -> None:
     assert [(one.name, one.why) for one in events] == [("logger_failed", "OSError: disk full")]
 
 
+@pytest.mark.slow
 def test_a_thousand_groups_may_be_in_flight() -> None:
     settings = StreamSettings(
         groups=250, places=1000, slots=1000, train_global_batch_size=1000, window=3, steps=4, replicas=4, previous="off"
@@ -143,6 +144,26 @@ def test_a_call_that_fails_at_any_step_is_aborted_and_retried(command: str) -> N
         assert [row.ids["step"] for row in done.rows if row.event == "abort"] == [step]
 
 
+def test_a_trainer_whose_step_failed_accepts_only_an_abort() -> None:
+    system = System(VirtualClock(), EVEN, replicas=1, fails={"microbatch": 0})
+
+    def answers(*names: str) -> list[str]:
+        return [
+            event.name
+            for name in names
+            for _, event in system.trainer(Command(name, "trainer", "a", step=0, groups=(1,)))
+        ]
+
+    assert answers("begin", "microbatch", "microbatch", "finish", "clear") == [
+        "done",
+        "error",
+        "error",
+        "error",
+        "done",
+    ]
+    assert answers("abort", "begin", "microbatch", "finish") == ["done"] * 4
+
+
 def test_a_replica_that_is_added_and_never_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(core.HANDLERS, "joined", core.ignore)
     done = simulate(replace(PLAIN, steps=12), prepare=resized)
@@ -167,6 +188,7 @@ def test_nothing_starts_once_the_last_version_is_published() -> None:
     assert not [row for row in rows[last:] if row.event in ("reserved", "next_prompt")]
 
 
+@pytest.mark.slow
 def test_a_replica_may_join_at_any_moment_of_an_update() -> None:
     """A replica that joins while the trainer finishes an update is not sent a version that the trainer has left."""
     slow = Durations(token_s=0.001, train_s=0.01, finish_s=0.5)
@@ -188,6 +210,7 @@ def test_a_stalled_system_is_noticed() -> None:
         runner.run()
 
 
+@pytest.mark.drawn(5, of="failures")
 @pytest.mark.parametrize("number", range(0, 120, 7))
 def test_a_failure_of_any_port_ends_in_order(number: int) -> None:
     done = simulate(PLAIN, fail_at={number: "injected"})

@@ -166,6 +166,7 @@ def words_between(old: int, new: int) -> int:
     return sum(len(changed_positions(before[key].view(-1), after[key].view(-1))) for key in before)
 
 
+@pytest.mark.drawn(2, of="changes")
 @pytest.mark.parametrize("kind", ["auto", "serialize", "rendezvous"])
 @pytest.mark.parametrize("by", ["tensor", "word"])
 def test_only_what_changed_is_sent_to_receivers_with_the_version_before(deltas: Scene, kind: str, by: str) -> None:
@@ -195,6 +196,7 @@ class OneLargeBuffer(Serialize):
         self.buffer = torch.empty(max(ctx.sizes))
 
 
+@pytest.mark.drawn(1, of="no change")
 @pytest.mark.parametrize("transport", ["auto", f"{__name__}:OneLargeBuffer"])
 @pytest.mark.parametrize("state", ["serving", "paused"])
 def test_a_version_in_which_nothing_changed_is_still_one(deltas: Scene, state: str, transport: str) -> None:
@@ -211,6 +213,7 @@ def test_an_expansion_brings_everything_and_the_next_version_only_changes(deltas
     assert deltas.works(3).base == 2
 
 
+@pytest.mark.drawn(2, of="failures")
 @pytest.mark.parametrize("step", [*STEPS[:-1], "acknowledge"])
 def test_after_a_failure_at_any_step_the_changes_are_those_since_the_version_that_all_have(
     deltas: Scene, step: str

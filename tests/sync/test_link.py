@@ -51,6 +51,15 @@ def test_messages_in_order_both_ways(pair: Pair) -> None:
     assert len(mine.expect("done")[0]["text"]) == 10_000
 
 
+def test_an_end_is_seen_before_what_was_sent_is_read(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.send({"kind": "bucket", "number": 0})
+    assert not theirs.ends(0.0)
+    mine.close()
+    assert theirs.ends(5.0)
+    assert theirs.expect("bucket")[0]["number"] == 0
+
+
 def test_bytes(pair: Pair) -> None:
     mine, theirs = pair
     data = os.urandom(3_000_000)

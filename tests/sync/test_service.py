@@ -126,6 +126,7 @@ def trouble() -> KitError:
 # -- what goes well --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2, of="paths")
 @pytest.mark.parametrize("kind", ["auto", "serialize", "rendezvous"])
 def test_versions_come_by_every_path(scene: Scene, kind: str) -> None:
     scene.sender.transport = kind
@@ -241,6 +242,7 @@ def test_bytes_that_are_not_those_of_the_live_weights_are_found(scene: Scene) ->
 STEPS = ("begin", "look", "verify", "apply_bucket", "apply", "teardown", "finalize", "publish")
 
 
+@pytest.mark.drawn(4, of="steps")
 @pytest.mark.parametrize("step", STEPS)
 def test_a_receiver_that_fails_at_any_step(scene: Scene, step: str) -> None:
     """All receivers have their earlier version again, and the next sync works. At the last step all others have published."""
@@ -541,6 +543,7 @@ def test_who_reported_why_and_left_is_not_merely_gone(scene: Scene, monkeypatch:
     assert "r2 failed: the disk is on fire" in str(error)
 
 
+@pytest.mark.drawn(1, of="stalls")
 @pytest.mark.parametrize("step", ["apply", "publish"])
 def test_a_receiver_that_stalls_is_named_on_both_ends_in_one_deadline(scene: Scene, step: str) -> None:
     """`r1` waits longer than the sender, so it hears the reason. Two receivers that stall share one deadline."""

@@ -30,7 +30,7 @@ def ask(world: World, function: str, **arguments: Any) -> list[Any]:
     return world.call(f"tests.train.ranks.steps:{function}", **arguments)
 
 
-@pytest.mark.drawn(3, of="cuts")
+@pytest.mark.drawn(1, of="cuts")
 @pytest.mark.parametrize(
     ("level", "batching", "dtype"),
     [
@@ -67,6 +67,7 @@ def test_however_a_step_is_cut_it_is_the_plain_step(world: World, level: str, ba
         assert first["global_valid_seqs"] == 35
 
 
+@pytest.mark.drawn(1, of="gradients")
 @pytest.mark.parametrize(
     ("batching", "level", "masks", "cuts"),
     [
@@ -109,6 +110,7 @@ def test_a_step_without_rows_reduces_and_ticks(world: World) -> None:
         assert (result["global_loss"], result["global_valid_toks"], result["version"]) == (0.0, 0.0, 1)
 
 
+@pytest.mark.drawn(2, of="aborts")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # each keeps unreduced sums in a different place
 @pytest.mark.parametrize("where", ["nowhere", "loss", "forward", "backward"])
 def test_abort_leaves_nothing(world: World, where: str, dtype: str) -> None:

@@ -92,7 +92,7 @@ def test_the_heading_of_a_run_that_has_begun_counts_ranks_without_rows(tmp_path)
     writer = create_run(tmp_path, "smoke", {"ranks": 2}, {})
     where = {"run": writer.id, "lab": "smoke", "phase": "make", "cycle": 0, "rank": 0}
     writer.append([Row(**where, metric="seconds", value=1.0, unit="s", time=1.8e9)])
-    assert plot_run(Run(writer.dir)).get_suptitle() == "smoke · 2 ranks · 1 cycle · running"
+    assert plot_run(Run(writer.dir)).get_suptitle() == "smoke · 2 ranks · 1 cycle so far · running"
     writer.set_config({"ranks": "two"})
     assert "· 1 rank ·" in plot_run(Run(writer.dir)).get_suptitle()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import os
 import re
 import signal
@@ -198,9 +199,17 @@ def test_what_passed_is_folded_and_what_was_not_measured_for_one_reason_is_one_r
     text = report_page([run])
     above, passed = text.split("<summary>1 check passed</summary>")
     assert "rank 1 keeps three" in above
-    assert "not measured: no GPU (fds_return, threads_return)" in above
+    assert ">no GPU (fds_return, threads_return)<" in above
     assert "<td>memory_drift" not in above
     assert "<td>memory_drift" in passed.split("</details>")[0]
+
+
+def test_a_limit_that_the_config_of_an_older_kit_cannot_give_is_neither_printed_nor_moved(make_run):
+    run = make_run()
+    unknown = VerdictRow("fds_return", None, math.nan, "1", None, "not measured: the run's config has no 'size'")
+    (row,) = report.answer_rows(run, Verdict([unknown]))
+    assert ("nan" in f"{row}", row["moved"]) == (False, "")
+    assert report.moved_limits(run, Verdict([unknown])) == {}
 
 
 def test_the_runs_stand_worst_first_and_the_index_says_what_differs(make_run):

@@ -19,7 +19,7 @@ from kit.errors import BadInput
 from kit.world import World, leftovers
 from tests.holdings import wait_for
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture

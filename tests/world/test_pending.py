@@ -18,7 +18,7 @@ from kit.world import World, channel
 from kit.world.world import Printer, Worlds
 from tests.holdings import wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 FLIGHT = "tests.world.ranks.flight"
 

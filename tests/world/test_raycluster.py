@@ -51,6 +51,7 @@ def test_without_ray_the_python_of_the_ranks_is_found_to_lack_it() -> None:
 
 def test_what_a_lab_cannot_do_with_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked, "has_ray", lambda _: True)
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", lambda settings: settings, raising=False)
     own = {"engine": "ray", "implementation": "__main__:Mine"}
     said = complaints(find("stream"), own, None)
     assert said == {

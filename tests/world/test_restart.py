@@ -17,7 +17,7 @@ from kit.world import World
 from kit.world.world import Printer, Worlds
 from tests.holdings import holdings, wait_for
 
-pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 
 
 class Impatient(Printer):

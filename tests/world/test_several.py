@@ -18,7 +18,7 @@ from kit.world.asked import CREWS
 from kit.world.world import Worlds
 from tests.holdings import wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 ACROSS = "tests.world.ranks.across"
 

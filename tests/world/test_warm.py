@@ -105,6 +105,7 @@ def test_megatron_is_only_where_it_is_wanted(tmp_path: Path) -> None:
         assert plain.eval(loaded) == [False]
 
 
+@pytest.mark.drawn(2, of="changes")
 @pytest.mark.parametrize("change", ["environment", "limit", "umask", "device", "ranks", "file"])
 def test_one_that_would_differ_is_not_taken(change: str, tmp_path: Path, monkeypatch: Any) -> None:
     wanted = warm.conditions(sys.executable, "cpu", 2)

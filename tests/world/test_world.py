@@ -436,3 +436,9 @@ def test_no_rank_calls_the_store_while_others_are_being_forked(tmp_path: Path) -
     assert len(forked) >= 3
     assert len(called) == 3
     assert min(called) > max(forked)
+
+
+def test_a_walk_over_all_objects_finds_what_was_imported_before_the_ranks(tmp_path: Path) -> None:
+    with World(1, logs=tmp_path / "logs") as world:
+        world.run("import gc, torch")
+        assert world.eval("any(holder is vars(torch) for holder in gc.get_referrers(torch.nn))") == [True]

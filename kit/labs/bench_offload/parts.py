@@ -9,9 +9,9 @@ from kit.errors import BadInput, KitError
 from kit.labs.bench import KIT, Bench, Samples, ratios, run_part, show_progress, unmeasured
 from kit.labs.discover import find
 from kit.labs.lab import Drive
+from kit.machine import GIB
 
 MOVES = "kit.labs.bench_offload.ranks.moves"
-GIB = 2**30
 SAVER = "torch_memory_saver"
 NATIVE = "Megatron's own"
 Trial = dict[str, Any]  # a rank's answer

@@ -10,9 +10,9 @@ from kit.errors import KitError
 from kit.labs.bench import Bench, Samples, run_part, show_progress, unmeasured
 from kit.labs.bench_release.lab import RANKS
 from kit.labs.lab import Drive
+from kit.machine import MIB
 
 CYCLES = "kit.labs.bench_release.ranks.cycles"
-MIB = 2**20
 WAYS = ("exact", "abort", "manual", "official", "suspend")
 # Compared with exact if plain `manual` uses another mechanism: communicators are remade over the store, even in a mode that would split
 # the default group.

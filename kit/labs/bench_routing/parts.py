@@ -35,7 +35,7 @@ def compare_routed(bench: Bench) -> Iterator[Samples]:
         if missed := [row.why for row in on.verdict() if row.check == "routing_effective" and not row.passed]:
             yield from not_measured(missed[0])
             return
-        compared, differing = outcomes(off, on)
+        compared, differing = outcomes(off, on)[:2]
         if not compared:
             yield from not_measured("the runs have no comparable number")
             return

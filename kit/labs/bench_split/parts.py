@@ -11,6 +11,7 @@ from typing import Any
 from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress
 from kit.labs.lab import Drive
 from kit.labs.split.lab import SplitConfig, model_config
+from kit.machine import MIB
 
 Config = dict[str, Any]
 Seconds = dict[str, list[float]]
@@ -18,7 +19,6 @@ STEPS = "kit.labs.bench_split.ranks.steps"
 RANKS = 2
 LONG_ENOUGH = 0.3  # seconds; ratios of shorter steps are too noisy
 SLOW = 1800.0  # seconds; time limit of a call with all turns on a busy machine
-MIB = 2**20
 WORLD: Config = {"preload": ("megatron.core",), "timeout_s": SLOW}
 
 

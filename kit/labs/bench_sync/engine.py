@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterator
 
 from kit.labs.bench import KIT, Bench, Samples, ratios, unmeasured
-from kit.labs.bench_sync.lab import LOADED, MIB, SYNCED
+from kit.labs.bench_sync.lab import LOADED, SYNCED
 from kit.labs.served import vllm_python
+from kit.machine import MIB
 from kit.world.asked import python_has
 
 RANKS = "kit.labs.bench_sync.ranks.engine"

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
-from kit.machine import has_gpu_driver
+from kit.machine import KIB, MIB, has_gpu_driver
 from kit.megatron.config import ModelConfig, model_bytes
 
-MIB = 2**20
 # Ways through files, and the packages that they need.
 FILES = {
     "file:safetensors": "docs.examples.weight_files:Safetensors",
@@ -99,7 +98,7 @@ def shape_of(config: BenchSyncConfig, key: str) -> Shape:
     if key == "model":
         return Shape(name=f"{config.model} in bfloat16", model=config.model)
     if key == "small":
-        return Shape(name=f"{config.small} x 32 KiB", count=config.small, bytes=32 * 2**10, large=False)
+        return Shape(name=f"{config.small} x 32 KiB", count=config.small, bytes=32 * KIB, large=False)
     return Shape(name=f"{config.large} x 4 MiB", count=config.large, bytes=4 * MIB)
 
 

@@ -20,7 +20,6 @@ from kit.labs.bench_sync.lab import (
     BACK,
     GPUS,
     HOST,
-    MIB,
     OUT,
     PACKAGES,
     PEER,
@@ -32,12 +31,12 @@ from kit.labs.bench_sync.lab import (
 )
 from kit.labs.bench_sync.versions import changed_words
 from kit.labs.lab import Drive
-from kit.machine import free_memory
+from kit.machine import GIB, KIB, MIB, free_memory
 from kit.results import Run, with_ids
 
 Seconds = Mapping[str, Sequence[float]]
 WAYS = "kit.labs.bench_sync.ranks.ways"
-GIB, GB = 2**30, 1e9
+GB = 1e9
 # Copies of the weights on the sender: the weights, memcpy's target, the segment, and the cache with its spare room.
 COPIES = 5
 # Otherwise copies below about 190 MB go through the processor's cache, which first fetches the bytes to be overwritten.
@@ -187,7 +186,7 @@ def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
 
 TERM_WAYS = ("shm", "shm+cache", "shm+expand", "serialize", *GROUPS)
 # Bytes of a tensor: the first and the last are fitted, the middle one is predicted.
-EACH = (4 * 2**10, 64 * 2**10, 4 * MIB)
+EACH = (4 * KIB, 64 * KIB, 4 * MIB)
 
 
 def two_terms(bench: Bench) -> Iterator[Samples]:
@@ -278,7 +277,7 @@ def host_copies(bench: Bench) -> Iterator[Samples]:
 def digest_rates(bench: Bench) -> Iterator[Samples]:
     """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
     with bench.world(1, device="cpu", **WORLD) as world:
-        for name, size in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
+        for name, size in (("4 MiB", 4 * MIB), ("32 KiB", 32 * KIB)):
             asked = {"size": size, "count": max(1, bench.config.hash_mib * MIB // size), "rounds": bench.config.rounds}
             title, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hash_seconds", **asked)[0]
             for algorithm, values in seconds.items():

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kit.labs.bench import Bench, Samples, ratios
+from kit.machine import KIB
 from kit.train.options import DEFAULTS
 
 DELTAS = "kit.labs.bench_sync.ranks.deltas"
 RATES = (DEFAULTS.lr, 3e-6)  # the kit's, and one that is usual for reinforcement learning
-KIB = 2**10
 
 
 def changed_words(bench: Bench) -> Iterator[Samples]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from kit.labs.definition import Step
 from kit.labs.discover import find, validate
+from kit.machine import MIB
 from kit.measure import provenance
 from kit.public import load
 from kit.results import Row, create_run
 from kit.results.records import SEALED, read_json, write_json
 
-MIB = 2**20
 RANKS = 4
 # Phases after which the job has released its memory.
 HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}
@@ -48,7 +48,7 @@ def made_up_runs(folder: Path, count: int) -> None:
     first = made_up(folder, 1000)
     load(first).verdict().write(first / "verdict.json")
     info, verdict = read_json(first / "run.json"), (first / "verdict.json").read_bytes()
-    del info[SEALED]  # these have no rows and another config, which a seal would call edited
+    info[SEALED] = None  # these have no rows and another config, which a seal would call edited
     for number in range(count - 1):
         name = f"offload-20260101-120000-{number:04x}"
         (copy := folder / name).mkdir()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.box.lab import DEADLINE_S, chosen
 from kit.labs.lab import BROKE
+from kit.machine import MIB
 from kit.nccl import SHARED_GPU
 from kit.results import Measured, NotMeasured, Rule, Unjudged, incomplete, rule, select
 from kit.results.frames import sharing, with_ids
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
-MIB = 2**20
 LATE_S = 2.0  # how much later an error may come
 # What probes record on a GPU only. Anything else that a probe which ran did not record fails its rule.
 NEED_A_GPU = {

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.definition import made
-from kit.labs.share.lab import MAIN, TRAINER, PipelineConfig, ShareConfig
-from kit.labs.share.ledgers import loops, recorded_on_ranks
-from kit.results import Missing, NotMeasured, Unjudged
+from kit.labs.share.lab import MAIN, TRAINER, PipelineConfig
+from kit.labs.share.ledgers import lacking, loops, no_ranks, recorded_on_ranks, share_config
+from kit.results import NotMeasured
 from kit.results.rules import Violations, rule
 from kit.results.units import counted
 from kit.share.books import TRAINER_CALLS
@@ -31,12 +30,7 @@ def with_adapters(config: Mapping[str, Any]) -> bool:
 
 
 def loops_of(config: Mapping[str, Any]) -> dict[str, PipelineConfig]:
-    run: ShareConfig = made(ShareConfig, config)
-    return {name: loop for name, loop in run.loops.items() if loop.adapters}
-
-
-def without_ranks(config: Mapping[str, Any]) -> str:
-    return "needs the records of ranks, which a simulated run lacks" if config.get("simulated", True) else ""
+    return {name: loop for name, loop in share_config(config).loops.items() if loop.adapters}
 
 
 def rows_of_pipeline(
@@ -46,12 +40,8 @@ def rows_of_pipeline(
     rows = recorded_on_ranks(frame, phase, metric, "pipeline", *ids)
     own: list[Any] = rows[rows["pipeline"] == name].to_dict("records")
     if len(own) < count:
-        raise lacking_rows(frame, f"pipeline {name} recorded {metric} {len(own)} times in the phase {phase}", count)
+        lacking(frame, f"pipeline {name} recorded {metric} {len(own)} times in the phase {phase}, expected {count}")
     return own
-
-
-def lacking_rows(frame: pd.DataFrame, recorded: str, expected: int) -> NotMeasured | Unjudged:
-    return (Unjudged if (frame["phase"] == "end").any() else Missing)(f"{recorded}, expected {expected}")
 
 
 def adapter_to_train(loop: PipelineConfig, group: Any) -> int:
@@ -176,8 +166,8 @@ def turns_fair(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
             yield from unfair_turns(name, run[name], ledger)
             yield from delayed_turns(name, run[name], ledger)
     for name, loop in run.items():
-        if selected[name] < loop.steps * loop.groups:
-            raise lacking_rows(frame, f"pipeline {name} selected {selected[name]} groups", loop.steps * loop.groups)
+        if selected[name] < (due := loop.steps * loop.groups):
+            lacking(frame, f"pipeline {name} selected {selected[name]} groups, expected {due}")
     return f"{sum(selected.values())} groups were trained by the adapter whose turn it was, as soon as its step was complete"
 
 
@@ -238,7 +228,7 @@ def answered_call(row: Row) -> str:
 
 ADAPTER_RULES = (
     *(
-        rule(measure, when=with_adapters, cannot=without_ranks)
+        rule(measure, when=with_adapters, cannot=no_ranks)
         for measure in (adapters_apart, base_unchanged, adapter_numbers, trained_changed, adapters_unloaded)
     ),
     rule(turns_fair, when=with_adapters),

@@ -18,8 +18,9 @@ from kit.draw.lanes import Lanes
 from kit.draw.levels import Levels
 from kit.draw.lines import Lines
 from kit.draw.style import Look
-from kit.labs.share import rules, tables
-from kit.labs.share.ledgers import spans
+from kit.labs.share import tables
+from kit.labs.share.ledgers import share_config, spans
+from kit.machine import MIB
 from kit.results import NotMeasured
 from kit.results.records import flat
 from kit.results.units import amount, counted, size
@@ -30,7 +31,6 @@ DEVICES, USED, FILLED = 16, 8, 4  # at most as many devices have lanes, lanes of
 REPLICAS = 8  # at most as many replicas of a pipeline have lanes of versions
 BINS = 80
 BY = {"cpu": "CPU time", "gpu": "GPU busy"}
-MIB = 2**20
 LOOPS = {
     "shared": "shared: this config",
     "bound": "bound: arithmetic",
@@ -89,7 +89,7 @@ def kind_of(pipeline: str) -> str:
 def device_lanes(data: RunData) -> pd.DataFrame:
     """One lane per device: its owner, and whether the owner trains, generates, moves in or out, or is idle."""
     loop, uses = loop_of(data), data.table(device_uses)
-    states = {"training": "training", "generating": "generating (lower)", "waiting": "owner without work"}
+    states = {"training": "training", "generating": "generating", "waiting": "owner without work"}
     boxes: list[dict[str, Any]] = []
     uses = uses[uses["device"].isin(loop.devices(DEVICES)) & (uses["use"] != "idle")]
     for row in uses.sort_values("device", kind="stable").to_dict("records"):
@@ -299,7 +299,7 @@ def heading(data: RunData) -> list[str]:
     config = data.config
     if "devices" not in config:  # another system's ledger
         return []
-    loops = rules.share_config(config).loops  # whichever way the settings of a pipeline are written
+    loops = share_config(config).loops  # whichever way the settings of a pipeline are written
     trains = ", ".join(f"{name} on {device_numbers(loop.train)}" for name, loop in loops.items() if loop.train)
     steps = " and ".join(str(loop.steps) for loop in loops.values())
     return [
@@ -328,9 +328,9 @@ WITHOUT_WORK = {"owner without work": Look("faint", alpha=0.3)}
 SINCE = "time since the loop began"
 OWNERS = Lanes(
     rows=device_lanes,
-    heading="Phase {phase}: owner of each device{shown}",
+    heading="Phase {phase}: owner of each device (full bar = trains, low bar = generates){shown}",
     looks={
-        **dict.fromkeys(("training", "generating (lower)"), Look("faint")),
+        **dict.fromkeys(("training", "generating"), Look("faint", listed=False)),
         **SWITCHING,
         **WITHOUT_WORK,
         "sync of weights": Look("ink"),

@@ -6,17 +6,16 @@ from typing import Any
 
 from kit.labs.share.lab import DESK, ShareConfig
 from kit.loop.messages import Command, Event
-from kit.loop.runner import Core
+from kit.loop.runner import Core, made_core
 from kit.share.core import limits_note
 from kit.share.state import DeskSettings
-from kit.target import load_callable
 
 
 class Limited:
     """The desk of a run. Its ledger begins with the limits that it was given, in place of what the desk says of them."""
 
     def __init__(self, config: ShareConfig) -> None:
-        self.core: Core[Any] = load_callable(config.scheduler)(config)
+        self.core: Core[Any] = made_core(config.scheduler, config)
         self.given = limits_note(desk_settings(config), DESK)
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:

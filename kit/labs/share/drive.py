@@ -20,17 +20,17 @@ from kit.labs.share.desk import Limited, desk_settings
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.ledgers import spans
 from kit.labs.share.observer import Observer
-from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, every, pipeline_roles, started
+from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, pipeline_roles, started, vacate
 from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_broken, scenes, simulated_side
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock
+from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock, made_core
 from kit.results import Row, Unjudged
 from kit.results.records import Id
 from kit.share import core
 from kit.share.books import DeskLedger
-from kit.share.member import Member, Own
+from kit.share.member import Member, Own, begin_without
 from kit.share.planner import PLANNERS
 from kit.share.simulated import DeskSimulation, Devices, Ports
 from kit.share.state import Cluster
@@ -200,7 +200,7 @@ def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observ
         started(drive, roles, observer, alone=alone)
         observer.look()  # earlier events are not the desk's
         yield observer
-        every(drive, "vacate", [name for name in pipeline_roles(drive) if not {*drive.roles[name]} & drive.lost])
+        vacate(drive, [name for name in pipeline_roles(drive) if not {*drive.roles[name]} & drive.lost])
 
 
 def live_side(drive: Drive, parts: Mapping[str, Ranks], desk: Mapping[str, Port], observer: Observer) -> ShareSide:
@@ -268,7 +268,7 @@ def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Core[Any]:
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
     core_of_it, known = controller(config, pipeline, **changes), clusters(config, pipeline)
     if config.pipeline != PIPELINE and pipeline == config.names[-1]:
-        return Own(core_of_it, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
+        return Own(core_of_it, pipeline, known, desk=DESK, make=functools.partial(made_core, config.pipeline))
     loop = config.loops[pipeline]
     if loop.adapters:
         core_of_it = ReportsByAdapter(core_of_it, pipeline, adapters=loop.adapters, groups=loop.groups)
@@ -299,11 +299,7 @@ class Without:
         self.gone = gone
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
-        state, commands = self.core.begin()
-        for replica in self.gone:
-            state, last_commands = self.core.step(state, Event("left", self.name, replica=replica))
-            commands += last_commands
-        return state, commands
+        return begin_without(self.core, self.name, self.gone)
 
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         return self.core.step(state, event)

@@ -243,10 +243,9 @@ def refuse_what_is_missing(given: Mapping[str, Any]) -> None:
                 f"{cluster}.offload_nccl=false: a cluster on shared devices must release its communicators; use true"
             )
     for key, value in given.items():
-        if key == "actor_train.strategy_args.strategy_name" and str(value).startswith("deepspeed"):
-            raise BadInput(
-                f"{key}={value}: DeepSpeed is not part of this lab, which trains with Megatron; use megatron_train"
-            )
+        if key.endswith(".strategy_args.strategy_name") and str(value).startswith("deepspeed"):
+            better = str(value).replace("deepspeed", "megatron", 1)
+            raise BadInput(f"{key}={value}: DeepSpeed is not part of this lab, which has Megatron; use {better}")
         if REWARDS.fullmatch(key) and mapping(value, key):
             raise BadInput(f"{key}={value}: rewards are computed on the host; remove the devices of the reward cluster")
 

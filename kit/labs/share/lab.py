@@ -375,19 +375,21 @@ def plan(config: ShareConfig) -> list[Step]:
             del phases["scripted"]
         if not config.rehearse:
             del phases["rehearse"]
-        return explored + [Step(cycle, phase, driver=f"{DRIVER}:{phase}") for phase, cycle in phases.items()]
+        return explored + [Step(cycle, phase, driver=f"{DRIVER}:{phase}", case="") for phase, cycle in phases.items()]
     controls = config.controls == "all" and len(config.loops) > 1
     with_adapters = tuple(f"{name} {TRAINER}" for name, loop in config.loops.items() if loop.adapters)
     # A rank has its first loop in cycle 1 or 2, so that later cycles can be compared with them.
-    alone = [Step(min(at, 2), f"{ALONE}{name}", driver=f"{DRIVER}:alone") for at, name in enumerate(config.names, 1)]
+    alone = [
+        Step(min(at, 2), f"{ALONE}{name}", driver=f"{DRIVER}:alone", case="") for at, name in enumerate(config.names, 1)
+    ]
     return [
         *explored,
         Step(0, "prepare"),
         *alone,
-        Step(3, MAIN, driver=f"{DRIVER}:shared"),
-        *([Step(3, "verify", with_adapters)] if with_adapters else []),
-        *([Step(5, "static", driver=f"{DRIVER}:static")] if controls else []),
-        *([Step(6, "rehearse", driver=f"{DRIVER}:rehearse")] if config.rehearse else []),
+        Step(3, MAIN, driver=f"{DRIVER}:shared", case=""),
+        *([Step(3, "verify", with_adapters, case="")] if with_adapters else []),
+        *([Step(5, "static", driver=f"{DRIVER}:static", case="")] if controls else []),
+        *([Step(6, "rehearse", driver=f"{DRIVER}:rehearse", case="")] if config.rehearse else []),
         Step(0, "end"),
     ]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from kit.labs.definition import own_code
-from kit.labs.share.lab import ALONE, MAIN, OWN
+from kit.labs.definition import made, own_code
+from kit.labs.share.lab import ALONE, MAIN, OWN, ShareConfig
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.frames import read_ids, rows_of
 from kit.results.ledger import PerFrame, events
@@ -91,10 +91,25 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, Loo
     """The ledger of each pipeline's loop, as the checks of the lab `stream` need it, with its origin."""
     for phase in phases:
         for part in runs(frame, phase):
-            for row in part:
-                if row.event == "capacity" and "pipeline" in row.ids:
-                    name = str(row["pipeline"])
-                    yield f"{phase}, pipeline {name}", LoopLedger([row, *pipeline_rows(part, name)])
+            yield from ((f"{phase}, pipeline {name}", loop) for name, loop in loops_in(part))
+
+
+def loops_in(rows: Sequence[Row]) -> Iterator[tuple[str, LoopLedger]]:
+    """The ledger of each pipeline's loop, by the pipeline's name."""
+    for row in rows:
+        if row.event == "capacity" and "pipeline" in row.ids:
+            name = str(row["pipeline"])
+            yield name, LoopLedger([row, *pipeline_rows(rows, name)])
+
+
+def judged_loop(loop: LoopLedger) -> Iterator[tuple[str, Measured]]:
+    """The answers of the rules of the lab `stream` that have the rows they need in a loop, by their names."""
+    for rule in LOOP_RULES:
+        try:
+            answer = settle(rule(loop))
+        except NotMeasured:
+            continue
+        yield rule.__name__, answer
 
 
 def of_ledgers(rule: Callable[[DeskLedger], Violations]) -> Measure:
@@ -190,6 +205,23 @@ def seats(book: DeskLedger) -> dict[str, tuple[int, ...]]:
 
 
 # -- ranks and observers --------------------------------------------------------------------------------------------------
+
+
+def share_config(config: Mapping[str, Any]) -> ShareConfig:
+    run: ShareConfig = made(ShareConfig, config)
+    return run
+
+
+def no_ranks(config: Mapping[str, Any]) -> str:
+    if config.get("simulated", True):
+        return "needs the records of ranks, which a simulated run or another system's ledger lacks"
+    return ""
+
+
+def lacking(frame: pd.DataFrame, what: str) -> NoReturn:
+    """Records that every complete run has are missing, perhaps because of the code under test."""
+    raise (Unjudged if (frame["phase"] == "end").any() else Missing)(what)
+
 
 OWNERS = re.compile(r"\w+\.(?:trainer|replica \d+)|pid \d+")
 

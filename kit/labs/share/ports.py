@@ -77,7 +77,7 @@ class Ranks(LiveRanks):
         leaving = {
             replica_number(name)
             for name, commands in self.moves.items()
-            if any(one.name == "shrink" for one in commands)
+            if any(command.name == "shrink" for command in commands)
         }
         arrived = [event for event in super().take() if event.name not in OF_REQUESTS or event.replica not in leaving]
         if self.ended_by is not None:
@@ -272,7 +272,7 @@ def pipeline_roles(drive: Drive) -> list[str]:
 
 def started(drive: Drive, names: Sequence[str], observer: Observer, *, alone: bool) -> None:
     """Reset the ranks of these roles to version 0, with no other rank on a device. Ranks that share a device do so in turn."""
-    every(drive, "vacate", pipeline_roles(drive))
+    vacate(drive, pipeline_roles(drive))
     for turn in [names] if alone else [[name] for name in names]:
         finished(
             drive,
@@ -283,8 +283,9 @@ def started(drive: Drive, names: Sequence[str], observer: Observer, *, alone: bo
         )
 
 
-def every(drive: Drive, method: str, names: Sequence[str]) -> None:
-    finished(drive, [drive.submit(method, role=name) for name in names])
+def vacate(drive: Drive, names: Sequence[str]) -> None:
+    """The ranks of these roles leave their devices."""
+    finished(drive, [drive.submit("vacate", role=name) for name in names])
 
 
 def finished(drive: Drive, pendings: Sequence[Pending]) -> None:

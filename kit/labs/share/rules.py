@@ -12,36 +12,40 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.definition import in_a_notebook, made, own_code
+from kit.labs.definition import in_a_notebook, own_code
 from kit.labs.explored import no_world_fails
 from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, OWN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
-    LOOP_RULES,
     RESERVED,
     ResidentBytes,
     alone_phases,
     devices_of,
     every_ledger,
+    judged_loop,
     judged_phases,
+    lacking,
     leases,
     ledgers,
     loops,
     memory_source,
+    no_ranks,
     of_ledgers,
     recorded_on_ranks,
     residents,
     role_of,
+    share_config,
     sights,
     spans,
     watched,
 )
+from kit.machine import MIB
 from kit.megatron.config import model_bytes
-from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged
+from kit.results import Measured, Missing, NotMeasured, Rule
 from kit.results.frames import read_ids
-from kit.results.growth import COUNTS, largest
+from kit.results.growth import COUNTS, PILES_UP, largest, nothing_piles_up
 from kit.results.records import numbers
-from kit.results.rules import Measure, Violations, rule, settle
+from kit.results.rules import Measure, Violations, rule
 from kit.results.units import counted
 from kit.share import judge
 from kit.share.books import DeskLedger, replica_of
@@ -49,32 +53,16 @@ from kit.share.books import DeskLedger, replica_of
 if TYPE_CHECKING:
     import pandas as pd
 
-MIB = 2**20
 RANK = re.compile(r"\brank (\d+)")
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
-def share_config(config: Mapping[str, Any]) -> ShareConfig:
-    run: ShareConfig = made(ShareConfig, config)
-    return run
-
-
-def no_ranks(config: Mapping[str, Any]) -> str:
-    if config.get("simulated", True):
-        return "needs the records of ranks, which a simulated run or another system's ledger lacks"
-    return ""
-
-
-def lacking(frame: pd.DataFrame, what: str) -> None:
-    """Records that every complete run has are missing, perhaps because of the code under test."""
-    raise (Unjudged if (frame["phase"] == "end").any() else Missing)(what)
-
-
-def rows_by_pipeline(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
-    rows = recorded_on_ranks(frame, phase, metric, *ids)
+def shared_rows(frame: pd.DataFrame, metric: str, *ids: str) -> pd.DataFrame:
+    """The rows of a metric that the ranks recorded in the phase `shared`, which every complete run has."""
+    rows = recorded_on_ranks(frame, MAIN, metric, *ids)
     if rows.empty:
-        lacking(frame, f"the phase {phase} recorded no {metric}")
+        lacking(frame, f"the phase {MAIN} recorded no {metric}")
     return rows
 
 
@@ -107,7 +95,7 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
         lacking(frame, "no rank recorded a lease")
     yield from taken_twice
     seen, seconds = sights(frame, MAIN), watched(frame, MAIN, config)
-    blind = rows_by_pipeline(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
+    blind = shared_rows(frame, "seen_samples", "blind")["blind"].astype(int).max()
     for device, periods in () if blind else seen.items():
         for sight in periods:
             if len(sight.owners) > 1:
@@ -214,8 +202,8 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 
     The groups in torch's table, without the World's, each time a trainer rank left its device.
     """
-    rows = rows_by_pipeline(frame, MAIN, "groups_asleep", "who")
-    freed = rows_by_pipeline(frame, MAIN, "lease", "event")
+    rows = shared_rows(frame, "groups_asleep", "who")
+    freed = shared_rows(frame, "lease", "event")
     departures = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
     counts = Counter(rows["rank"])
     for rank, count in departures.items():
@@ -232,7 +220,7 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 
 def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Requests in flight, as recorded by replicas, when their weights were dropped. Every sleep must have a record."""
-    rows = rows_by_pipeline(frame, MAIN, "in_flight", "replica", "pipeline")
+    rows = shared_rows(frame, "in_flight", "replica", "pipeline")
     for row in rows[rows["value"] > 0].to_dict("records"):
         yield f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
     counts = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
@@ -249,9 +237,9 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
     tensors as it wakes, against those with which it fell asleep.
     """
     yield from lost_asleep(frame, share_config(config))
-    trained = rows_by_pipeline(frame, MAIN, "digest", "pipeline", "version")
+    trained = shared_rows(frame, "digest", "pipeline", "version")
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
-    rows = rows_by_pipeline(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
+    rows = shared_rows(frame, "served", "pipeline", "version", "replica").to_dict("records")
     for row in rows:
         if digests.get((row["pipeline"], int(row["version"]))) != row["text"]:
             replica = f"replica {row['replica']} of {row['pipeline']}"
@@ -297,8 +285,8 @@ MOST_IDLE = 0.4  # of the device time; rounding to whole replicas can leave a th
 def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Are devices in use while a pipeline has work for them?
 
-    The share of device time, between plans and while any pipeline has work, in which devices were idle although a sleeping replica of a
-    pipeline with work fits on them.
+    Counted is the time in which some pipeline has work and no plan is being carried out. The value is the share of it, over all devices, in
+    which a device was idle although a sleeping replica of a pipeline with work could have woken on it.
     """
     shares: list[tuple[float, str]] = []
     is_split = False
@@ -322,12 +310,15 @@ def idle_share(where: str, ledger: DeskLedger) -> Iterator[tuple[float, str]]:
     idle = math.fsum(seconds * len(devices) for seconds, _, devices, _ in spells)
     longest = max(spells, key=lambda spell: spell[0] * len(spell[2]))
     seconds, row, devices, names = longest
-    most = f"; most at once: devices {devices} for {seconds:.3f} s until {row}, which {' and '.join(names)} could use"
-    yield idle / whole, f"{where}: idle for {idle:.3f} of {whole:.3f} s of device time" + (most if devices else "")
+    most = f"; longest: devices {devices} for {seconds:.3f} s until {row}, although {' and '.join(names)} could have woken a replica there"
+    yield (
+        idle / whole,
+        f"{where}: devices were idle for {idle:.3f} of {whole:.3f} device-seconds" + (most if devices else ""),
+    )
 
 
 def no_thrash(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Does a pipeline make progress between the times that its replicas give up their devices?"""
+    """Does a pipeline make progress between two times that its replicas must sleep?"""
     answers: list[Measured] = []
     for where, ledger in every_ledger(frame, judged_phases(frame, config)):
         try:
@@ -454,6 +445,8 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
             grown = max(level.within(move.left, move.right), default=0.0) - level.at(move.left)
             if grown > SEEN_BYTES:
                 yield f"{owner} grew by {grown / MIB:.1f} MiB asleep while a replica of {move.pipeline} fell asleep or woke"
+    if not count:
+        raise NotMeasured("no replica fell asleep or woke while a rank of the other pipeline slept")
     return f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline fell asleep or woke"
 
 
@@ -479,11 +472,11 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
 def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Devices that a dead pipeline still held, according to observers, after the desk had removed it; and outcomes of the others that
     differ from those alone."""
-    dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
+    dead = {name for ledger in ledgers(frame, "rehearse") for name in ledger.dead}
     for name in [name for name, loop in config.loops.items() if loop.window == loop.own_window and name not in dead]:
         yield from departed(frame, config, name, "rehearse")[0]
     for where, ledger in every_ledger(frame, ("rehearse",)):
-        for name in {row.who for row in ledger.of("died") if "replica" not in row.ids}:
+        for name in ledger.dead:
             gone = next((row.time for row in ledger.of("gone") if row.who == name), math.inf)
             last = ledger.rows[-1].time
             for device, seen in sights(frame, "rehearse").items():
@@ -499,15 +492,11 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """
     count, asked = 0, set[str]()
     for where, loop in loops(frame, (MAIN, *(() if own_code(config, OWN) else alone_phases(frame)))):
-        for rule_of_loop in LOOP_RULES:
-            try:
-                answer = settle(rule_of_loop(loop))
-            except NotMeasured:
-                continue
+        for name, answer in judged_loop(loop):
             count += 1
-            asked.add(rule_of_loop.__name__)
+            asked.add(name)
             if answer.value:
-                yield f"{where}: {rule_of_loop.__name__}: {answer.why}"
+                yield f"{where}: {name}: {answer.why}"
     if not count:
         raise Missing("no pipeline's loop was recorded with its settings (`capacity`)")
     return f"{counted(len(asked), 'rule')} of the lab stream, checked {count} times, hold in every loop"
@@ -590,12 +579,26 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     counts = pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled])
     ended = frame[frame["phase"] == "end"]["rank"].nunique()  # a rehearsal may have killed the others
     most = largest(*COUNTS, after="end", base="prepare")(counts, {**config, "ranks": ended})
-    return replace(most, why=RANK.sub(lambda rank: name_rank(share_config(config), int(rank[1])), most.why))
+    return with_names(most, config)
+
+
+def with_names(answer: Measured, config: Mapping[str, Any]) -> Measured:
+    """The answer with the pipeline and role of each rank that its words name."""
+    return replace(answer, why=RANK.sub(lambda rank: name_rank(share_config(config), int(rank[1])), answer.why))
+
+
+def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    return with_names(nothing_piles_up(frame, config), config)
 
 
 def desk_is_own(config: Mapping[str, Any]) -> str:
     own = own_code(config, ("scheduler",))
     return f"how devices are divided is up to scheduler={config['scheduler']}" if own else ""
+
+
+def may_replace(config: Mapping[str, Any]) -> bool:
+    """Whether new ranks may replace dead ones: in a simulated run, and in another system's ledger. The lab does not start new ranks."""
+    return bool(no_ranks(config))
 
 
 BY_RANKS_TOO = {
@@ -614,6 +617,7 @@ RULES: tuple[Rule, ...] = (
     rule(others_untouched, cannot=alone_here),
     rule(namespaces_apart, cannot=alone_here),
     rule(nothing_left, cannot=no_ranks),
+    replace(PILES_UP, measure=piled_up),
     rule(
         no_world_fails,
         when=lambda config: bool(config["worlds"] and own_code(config, OWN)),
@@ -630,6 +634,7 @@ RULES: tuple[Rule, ...] = (
             with_ranks(by_ledger, BY_RANKS_TOO[by_ledger.__name__])
             if by_ledger.__name__ in BY_RANKS_TOO
             else of_ledgers(by_ledger),
+            when=may_replace if by_ledger is judge.dead_replaced else None,
             cannot=desk_is_own if by_ledger in judge.BY_DEMAND else None,
         )
         for by_ledger in judge.RULES

@@ -31,7 +31,7 @@ from kit.share.books import Books, DeskLedger, Request, cluster_of, replica_of, 
 from kit.share.judge import has_work, is_needy, sleeping_bundles
 from kit.share.state import GENERATION
 from kit.share.stuck import device_requests, flights
-from kit.stream.ports import TRAINER, calls
+from kit.stream.ports import TRAINER, calls, covered
 
 USES = ("training", "generating", "waiting", "switching", "idle")
 NOBODY = "-"
@@ -277,6 +277,7 @@ def switch(book: DeskLedger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, 
         times[row.event].append(row.time)
     end = max([plan.time, *times["shrunk"], *times["expanded"], *times["commit"]])
     woken = [row for row in rows if row.event == "expanded"]
+    names = {row.who for row in woken}
     loaded = max([end, *(loads(book, woken) if times["commit"] else ())])
     return {
         "cycle": int(plan["number"]),
@@ -286,7 +287,7 @@ def switch(book: DeskLedger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, 
         "expand": max(times["expanded"]) - min(times["expand"], default=plan.time) if woken else 0.0,
         "weights": loaded - end,
         "total": loaded - plan.time,
-        "check": covered([span for name, *span in hashed if name in {row.who for row in woken}], end, loaded),
+        "check": covered(((left, right) for name, left, right in hashed if name in names), end, loaded),
     }
 
 
@@ -306,15 +307,6 @@ def hashing(frame: pd.DataFrame, phase: str) -> list[tuple[str, float, float]]:
         (str(who).partition(".")[0], start, start + seconds)
         for who, start, seconds in zip(mine["who"], mine["start"], mine["value"], strict=True)
     ]
-
-
-def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> float:
-    """The seconds of an interval covered by these spans, which may overlap."""
-    seconds, last = 0.0, since
-    for start, end in sorted((start, end) for start, end in spans):
-        seconds += max(0.0, min(end, until) - max(start, last))
-        last = max(last, min(end, until))
-    return seconds
 
 
 # -- requests --------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kit.results.records import Id, Row, value_in_words
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # about the period of the driver's own average
-STEP = 256 * 1024  # bytes: smaller changes of memory are not recorded
+LEAST_CHANGE = 256 * 1024  # bytes: smaller changes of memory are not recorded
 
 
 class Change(NamedTuple):
@@ -177,7 +177,7 @@ class Watch:
         ended = time.time()
         for pid, name in self.names.items():
             size = sizes.get(pid)
-            if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
+            if size is not None and abs(size - self._bytes.get(name, -LEAST_CHANGE)) >= LEAST_CHANGE:
                 self._bytes[name] = size
                 self._rows.append(Row(metric=metric, value=size, unit="B", time=ended, start=start, ids={"who": name}))
 

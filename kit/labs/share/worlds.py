@@ -17,17 +17,16 @@ from kit.labs.definition import NAMES, made, own_code
 from kit.labs.share.desk import Limited
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import DESK, MAIN, OWN, PipelineConfig, ShareConfig
-from kit.labs.share.ledgers import LOOP_RULES, settled
+from kit.labs.share.ledgers import judged_loop, loops_in, settled
 from kit.labs.share.simulated import Scene, serial_s
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Answers, Runner, VirtualClock
 from kit.results.records import Unjudged
-from kit.results.rules import NotMeasured, settle
+from kit.results.rules import NotMeasured
 from kit.share.books import DeskLedger
-from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
+from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, sleeps_in_a_row
 from kit.share.simulated import Devices, simulate
-from kit.stream.history import LoopLedger
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few
 CROWDS = (1, 2, 2, 2, 3, 3, 4, 5, 6)  # pipelines
@@ -337,13 +336,10 @@ class ShareWorlds:
 
     def judge_loops(self, rows: Memory) -> Iterator[str]:
         """Yield each rule of the lab stream that a pipeline's loop violates."""
-        for row in [row for row in rows if row.event == "capacity"]:
-            loop = LoopLedger([row, *pipeline_rows(rows, row.who)])
-            for rule in LOOP_RULES:
-                with contextlib.suppress(NotMeasured):
-                    measured = settle(rule(loop))
-                    if measured.value:
-                        yield f"pipeline {row.who}: {rule.__name__}: {measured.why}"
+        for name, loop in loops_in(rows):
+            for rule, measured in judged_loop(loop):
+                if measured.value:
+                    yield f"pipeline {name}: {rule}: {measured.why}"
 
     def config(self, world: World) -> ShareConfig:
         """The lab's config of this world: own code gets it as it would in a run of the lab."""

@@ -51,6 +51,10 @@ class Case(NamedTuple):
     chunks: int
     first: bool  # of its level: the plain step runs before it
 
+    @property
+    def words(self) -> str:
+        return f"{self.level}, chunks={self.chunks}"
+
 
 def by_recipe(help_text: str, low: float) -> Option:
     return Option(f"{help_text}; null: from the recipe", low=low)
@@ -264,11 +268,11 @@ def cases_of(config: Mapping[str, Any]) -> list[Case]:
 def plan(config: SplitConfig) -> list[Step]:
     """For each level the plain step, then the split step for each number of chunks; at the end the rehearsed failures."""
     plain = ["sync", "oracle", *(["other_backend"] if config.backend == "fsdp2" else [])]
-    steps = [
-        Step(case.cycle, phase)
-        for case in cases(config)
-        for phase in (*(plain if case.first else ()), "split", "compare")
-    ]
+    steps: list[Step] = []
+    for case in cases(config):
+        if case.first:
+            steps += [Step(case.cycle, phase, case=f"{case.level}, plain") for phase in plain]
+        steps += [Step(case.cycle, phase, case=case.words) for phase in ("split", "compare")]
     return [Step(0, "prepare"), *steps, Step(0, "rehearse"), Step(0, "end")]
 
 

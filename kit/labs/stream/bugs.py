@@ -15,6 +15,7 @@ from kit.stream.settings import SAMPLERS, Resume
 give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, StreamTurn.do
 active, take = generation.active, Meter.take
 bump, choose, finish, log, fail_step = core.bump, core.choose, core.finish, core.log, core.fail_step
+report_progress = core.report_progress
 on_aborted, on_cleared, on_finished = core.on_aborted, core.on_cleared, core.on_finished
 begin, resume_from = core.Controller.begin, core.resume_from
 
@@ -125,6 +126,11 @@ def requeues(t: StreamTurn) -> None:
         if group.order < 0 and group.ends is None and t.version < t.last:
             generation.doom(t, group, "aborted", f"unfinished at version {t.version}")
             t.owed += (Owed(group.target),)
+
+
+def ends_as_done(t: StreamTurn, _: str) -> None:
+    if not t.ending:
+        t.ending = "done"
 
 
 def drops_stragglers(t: StreamTurn) -> None:
@@ -240,6 +246,15 @@ def resumes_with_the_first(t: StreamTurn, event: Event) -> None:
 
 def logs_the_version_before(t: StreamTurn, step: OpenStep, chosen: tuple[Group, ...], during: int) -> None:
     log(t, step, chosen, max(0, during - 1))
+
+
+def reports_complete_steps(t: StreamTurn) -> None:
+    before = len(t.commands)
+    report_progress(t)
+    t.commands[before:] = [
+        Command(report.name, report.to, report.pipeline, completed=report.target, target=report.target)
+        for report in t.commands[before:]
+    ]
 
 
 # -- resume ---------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from kit.stream.simulated import forecast, pace
 REPLICAS = 8  # as many have lanes, the first ones
 LANE = (0.022, 0.11)  # inches for a request of a replica
 LANES = 3.0  # inches for all of them
-MOST = 16  # steps drawn as separate bars, the last ones
+SHOWN_STEPS = 16  # steps drawn as separate bars, the last ones
 LOOP = {
     "plain": "plain: generate, then train",
     "lockstep": "lockstep: staleness 0",
@@ -171,7 +171,7 @@ def buffer_over_time(data: RunData) -> pd.DataFrame:
 
 def last_steps(data: RunData) -> pd.DataFrame:
     """Time of each step by part, with the share of waiting."""
-    table = tables.steps(data.records, shown_loop(data)[0]).iloc[-MOST:]
+    table = tables.steps(data.records, shown_loop(data)[0]).iloc[-SHOWN_STEPS:]
     share = (table["exposed_generation"] / table["total"].where(table["total"] > 0)).fillna(0.0)
     return table.assign(place=table["step"], words=[f"{part:.0%}" for part in share])
 

@@ -26,7 +26,7 @@ from kit.labs.stream.sides import (
     rehearsals,
 )
 from kit.loop.messages import Command, Event
-from kit.loop.runner import Core
+from kit.loop.runner import Core, made_core
 from kit.results import Run
 from kit.results.frames import events_of
 from kit.results.records import Id
@@ -107,7 +107,7 @@ def bound(drive: Drive) -> None:
     config, plan = drive.config, settings(drive.config)
     rows = events_of(Run(drive.folder).frame(), "stream")
     possible = simulated.simulate(
-        plan, simulated.measured(rows), core=load_callable(config.implementation)(plan), sampler=own_sampler(plan)
+        plan, simulated.measured(rows), core=made_core(config.implementation, plan), sampler=own_sampler(plan)
     ).rows
     drive.append([dataclasses.replace(row, time=rows[0].time + row.time) for row in possible])
     for loop, ledger in (("stream", rows), ("bound", possible)):
@@ -163,7 +163,7 @@ def run_controller(
 ) -> Any:
     """Run the config's controller to its end or up to a version; returns its last state. `start`: where it resumes."""
     limits = dataclasses.replace(limits, step_retries=max(limits.step_retries, loop.step_retries))
-    made = load_callable(loop.drive.config.implementation)(limits, *([] if start is None else [start]))
+    made = made_core(loop.drive.config.implementation, limits, *([] if start is None else [start]))
     machine = Stopping(made, until)
     with loop.side(limits, start, stops=until is not None) as side, contextlib.suppress(Stopped):
         runner = run_loop(

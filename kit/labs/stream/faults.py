@@ -49,8 +49,16 @@ OF_THE_CONTROLLER = exposed_by(
         "lost-group",
         "a group never ends if its task crashes when it is complete",
         "every_group_once",
-        bugs=("verl-project/verl#6387",),
         patch={f"{GENERATION}:complete": f"{BUGS}:loses_every_fifth"},
+    ),
+    Fault(
+        "reports-done",
+        "a loop that cannot go on ends as if all its steps were trained",
+        "ends_cleanly",
+        bugs=("verl-project/verl#6387",),
+        set={"on_failed": "stop"},
+        scene={"fails": {"generate": 9}},
+        patch={f"{GENERATION}:end_with_error": f"{BUGS}:ends_as_done"},
     ),
     Fault(
         "partial-group",
@@ -164,6 +172,7 @@ OF_THE_CONTROLLER = exposed_by(
         "no-abort",
         "a failed step is not aborted on the trainer",
         "abort_on_failure",
+        exit=3,  # the trainer refuses the next step
         patch={f"{CORE}:abort": f"{BUGS}:no_abort"},
     ),
     Fault(
@@ -199,6 +208,12 @@ OF_THE_CONTROLLER = exposed_by(
         "lags are logged with the version of the previous step",
         "metrics_true",
         patch={f"{CORE}:log": f"{BUGS}:logs_the_version_before"},
+    ),
+    Fault(
+        "complete-at-once",
+        "the desk is told that a step is complete when it begins",
+        "metrics_true",
+        patch={f"{CORE}:report_progress": f"{BUGS}:reports_complete_steps"},
     ),
     Fault(
         "sync-counted-as-waiting",
@@ -409,6 +424,12 @@ OF_RANKS = exposed_by(
         "the last sample of every group is masked, so that a group of 4 trains 3",
         "every_sample_trained",
         patch={f"{TRAINER}.assemble": f"{RANK_BUGS}:masks_the_last"},
+    ),
+    Fault(
+        "whitens-advantages",
+        "the split step whitens the advantages that it gets over the samples of its microbatch",
+        "every_sample_trained",
+        patch={"kit.train.protocol:SplitStep.microbatch": f"{RANK_BUGS}:whitens"},
     ),
     Fault(
         "rescores-samples",

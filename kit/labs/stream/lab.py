@@ -51,7 +51,7 @@ PHASES = {
     "resume": 4,
     "resume_lockstep": 4,
     "rehearse": 5,
-}  # and their cycles
+}  # and their cycles, which no reader needs: each phase runs once
 ON_SIMULATED_RANKS = (EXPLORED.phase, "stream", "resume", "rehearse")  # phases; the others compare what ranks compute
 ALL = "all"
 
@@ -318,7 +318,9 @@ def plan(config: StreamConfig) -> list[Step]:
     last one dies in the phase rehearse. Simulated ranks have nothing to prepare."""
     explored = [EXPLORED] if config.runs(EXPLORED.phase) else []
     steps = [
-        Step(cycle, phase, ("trainer",)) if phase == "verify" else Step(cycle, phase, driver=f"{DRIVER}:{phase}")
+        Step(cycle, phase, ("trainer",), case="")
+        if phase == "verify"
+        else Step(cycle, phase, driver=f"{DRIVER}:{phase}", case="")
         for phase, cycle in PHASES.items()
         if config.runs(phase) and phase != EXPLORED.phase
     ]

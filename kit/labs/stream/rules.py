@@ -36,7 +36,7 @@ from kit.results.rules import (
 )
 from kit.results.units import counted
 from kit.stream import judge
-from kit.stream.history import ABORTING, LoopLedger
+from kit.stream.history import ABORTING, LoopLedger, pipelines
 from kit.stream.waiting import waiting_for
 
 ByLedger = Callable[[LoopLedger], Measured | Violations]
@@ -49,14 +49,16 @@ MANY = 100  # groups needed to show a length bias
 
 
 def read_loops(frame: pd.DataFrame, phase: str) -> list[LoopLedger]:
-    """The ledgers of a phase's loops: a resumed loop comes after the one that was stopped. In a run of another lab, all events count as one
-    loop of the phase `stream`."""
+    """The ledgers of a phase's loops: a resumed loop comes after the one that was stopped. In a run of another lab, all events of each
+    pipeline count as one loop of the phase `stream`."""
     rows = events(frame, phase, lab="stream", main="stream")
     if rows.empty:
         return []
     begins = rows.index[rows["metric"] == "capacity"] if (rows["lab"] == "stream").all() else rows.index[:0]
     if begins.empty:
-        return [LoopLedger(rows_of(rows))]
+        by_pipeline = [*pipelines(rows_of(rows)).values()]
+        loops_only = [loop for loop in by_pipeline if loop.life or loop.by_event["capacity"]]  # a desk has neither
+        return loops_only or by_pipeline[:1]
     parts = [rows.loc[begin : end - 1] for begin, end in pairwise(begins)]
     parts.append(rows.loc[begins[-1] :])
     return [LoopLedger(rows_of(part)) for part in parts]
@@ -71,11 +73,15 @@ def ledger(frame: pd.DataFrame, phase: str) -> LoopLedger | None:
 
 
 def whole_loops(frame: pd.DataFrame, phases: Sequence[str]) -> Iterator[tuple[str, LoopLedger]]:
-    """The ledgers that are judged: each loop of the phase rehearse, and the last of another phase, where one before it was stopped."""
+    """The ledgers that are judged, by their names: each loop of the phase rehearse, and the last of another phase, where one before it was
+    stopped; of several pipelines that of each."""
     for phase in phases:
-        yield from (
-            (phase, rows) for rows in (loops(frame, phase) if phase == "rehearse" else loops(frame, phase)[-1:])
-        )
+        begun = loops(frame, phase)
+        names = {rows.pipeline for rows in begun}
+        if len(names) > 1 and all(names):  # without a name: notes that a core wrote before its first event
+            yield from ((f"{phase} of {rows.pipeline}", rows) for rows in begun)
+        else:
+            yield from ((phase, rows) for rows in (begun if phase == "rehearse" else begun[-1:]))
 
 
 def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> LoopLedger:
@@ -128,6 +134,8 @@ def in_every_loop(by_ledger: ByLedger, phases: Sequence[str]) -> Measure:
 def replicas_answer(rows: LoopLedger) -> Violations:
     """Did every replica answer in every loop?"""
     died = rows.by_event["died"]
+    if rows.leaves_out("sent"):
+        raise Missing("the ledger has no `sent` event")
     if rows.error:
         yield from (f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in died)
         yield from (str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port")
@@ -139,6 +147,8 @@ def no_length_bias(rows: LoopLedger) -> Measured:
 
     For a sample that was given up, only a lower bound of its length is known; the Kaplan-Meier estimate accounts for that.
     """
+    if rows.leaves_out("tokens"):
+        raise Missing("the ledger has no `tokens` event")
     gone = {row["group"] for row in rows.trained()}
     pairs = [(group in gone, sample) for group, samples in rows.samples.items() for sample in samples.values()]
     trained = [sample.tokens for counts, sample in pairs if counts]
@@ -263,6 +273,8 @@ def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
         raise NotMeasured("the loop did not end, so what the logger did to it is unknown; see no_deadlock")
     before = rows.rows[: rows.ended.at]
     failed = [row for row in before if row.event == "logger_failed"]
+    if not failed and "run" not in {*frame["phase"]}:  # as every run of the lab has it
+        raise NotMeasured("in this random world no logger raised")
     error = str(rows.ended.get("error", ""))
     if error and not failed:
         raise NotMeasured(f"the loop ended before anything was logged: {error}")
@@ -297,6 +309,8 @@ def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     begun = [*whole_loops(frame, judged)]
     if not begun:
         raise Missing("no phase recorded a ledger")
+    if all(rows.leaves_out("ended") for _, rows in begun):
+        raise Missing("the ledger has no `ended` event")
     stuck = [(phase, rows) for phase, rows in begun if rows.ended is None]
     waiting = "; ".join(f"{phase} waits: {waiting_for(rows)}" for phase, rows in stuck)
     why = (
@@ -407,7 +421,7 @@ def no_torn_generation(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 
 def advantage_by_group(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Is every advantage computed within the sample's own group?"""
+    """Did the trainer get advantages computed within each sample's own group?"""
     return recomputed(frame, "advantage_error", "advantages: largest difference over {samples:.0f} samples")
 
 
@@ -418,14 +432,15 @@ def on_policy_ratio_one(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measu
 
 
 def is_weight_right(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Does the loss of each sample use its recorded log-probabilities?"""
+    """Did the trainer get each sample's recorded log-probabilities?"""
     return recomputed(frame, "recorded_error", "log-probabilities: largest difference over {samples:.0f} samples")
 
 
 def every_sample_trained(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
-    """Did every sample of a trained group enter the gradient of its update exactly once?
+    """Did every sample of a trained group enter the gradient of its update once, with its own numbers?
 
-    Compares the `trained` rows of each loop's ledger with the gradients that flowed back into the samples on the trainer.
+    Compares the `trained` rows of each loop's ledger with the gradients that flowed back into the samples on the trainer, and what the loss
+    was called with there with what the trainer got.
     """
     if not (frame["metric"] == "learning").any():
         raise NotMeasured("no update recorded which samples its gradients came from")
@@ -434,7 +449,7 @@ def every_sample_trained(frame: pd.DataFrame, config: Mapping[str, Any]) -> Viol
         if (rows := ledger(frame, phase)) is None or not (trained := rows.trained()):
             continue
         groups += len(trained)
-        learned, updates = learned_in(frame, phase)
+        learned, changed, updates = learned_in(frame, phase)
         for row in trained:
             update = row["step"], row.number("update", 0)
             if update not in updates:
@@ -446,21 +461,27 @@ def every_sample_trained(frame: pd.DataFrame, config: Mapping[str, Any]) -> Viol
                 judged += times is not None
                 if times not in (None, 1) and updates.get(update):
                     yield f"{phase}: {row}: sample {sample} entered the gradient {times} times"
+                elif columns := changed.get((*update, row["group"], sample)):
+                    yield f"{phase}: {row}: the loss got sample {sample} with other {columns} than the trainer got"
     if not judged:
         raise NotMeasured(why if not groups else "no sample had an advantage, so no gradient was due")
     return f"{counted(judged, 'sample')} of {counted(groups, 'trained group')} entered the gradient once; the others have none by right"
 
 
-def learned_in(frame: pd.DataFrame, phase: str) -> tuple[Mapping[tuple[Any, ...], int], Mapping[tuple[Any, ...], int]]:
-    """How often each sample entered the gradient, by step, update, group and sample; and how many rows did, by step and update."""
+def learned_in(
+    frame: pd.DataFrame, phase: str
+) -> tuple[Mapping[tuple[Any, ...], int], Mapping[tuple[Any, ...], str], Mapping[tuple[Any, ...], int]]:
+    """How often each sample entered the gradient and what was changed in it, by step, update, group and sample; and rows by update."""
     rows = frame[frame["phase"] == phase]
     learned, updates = (
-        [(read_ids(ids), value) for ids, value in zip(counted_rows["ids"], counted_rows["value"], strict=True)]
-        for counted_rows in (rows[rows["metric"] == metric] for metric in ("learned", "learning"))
+        [(read_ids(ids), value, text) for ids, value, text in part[["ids", "value", "text"]].itertuples(index=False)]
+        for part in (rows[rows["metric"] == metric] for metric in ("learned", "learning"))
     )
+    keyed = [((ids["step"], ids["update"], ids["group"], ids["sample"]), value, text) for ids, value, text in learned]
     return (
-        {(ids["step"], ids["update"], ids["group"], ids["sample"]): int(value) for ids, value in learned},
-        {(ids["step"], ids["update"]): int(str(ids["passes"])) for ids, _ in updates},
+        {key: int(value) for key, value, _ in keyed},
+        {key: text for key, _, text in keyed},
+        {(ids["step"], ids["update"]): int(str(ids["passes"])) for ids, _, _ in updates},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
 from kit.results.frames import event_rows, events_of, rows_of
 from kit.stream.curves import LoopCurves
 from kit.stream.history import ENDS
-from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
+from kit.stream.ports import PARTS, TRAINER, Meter, covered, drifted, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
 
@@ -118,7 +118,7 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     for replica, mine in sorted(by.items()):
         complete = [sample for sample in mine if sample.end == "completed"]
         tokens = sum(part.tokens for sample in mine for part in sample.parts)
-        busy = covered_by((part.left, part.right) for sample in mine for part in sample.parts)
+        busy = covered((part.left, part.right) for sample in mine for part in sample.parts)
         lines.append(
             {
                 "replica": replica,
@@ -132,14 +132,6 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
             }
         )
     return pd.DataFrame(lines)
-
-
-def covered_by(intervals: Iterable[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for left, right in sorted(intervals):
-        total += max(0.0, right - max(left, reached))
-        reached = max(reached, right)
-    return total
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
@@ -208,7 +200,9 @@ def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
             tokens: Counter[int] = Counter()
             for part in (part for sample in by[group] for part in sample.parts):
                 tokens[part.version] += part.tokens
-            lines += [(row.number("step"), group, one, now - one, count) for one, count in sorted(tokens.items())]
+            lines += [
+                (row.number("step"), group, version, now - version, count) for version, count in sorted(tokens.items())
+            ]
     return pd.DataFrame(lines, columns=["step", "group", "version", "lag", "tokens"])
 
 
@@ -324,9 +318,9 @@ def capacity(rows: Sequence[Row]) -> dict[str, int]:
 
 # -- tokens ----------------------------------------------------------------------------------------------------------------
 
-FILE = "tokens.jsonl"
-WHOLE = ("group", "sample", "position", "token", "version", "step_version")
-NUMBERS = ("logprob_engine", "logprob_trainer")
+TOKENS_FILE = "tokens.jsonl"
+WHOLE_NUMBERS = ("group", "sample", "position", "token", "version", "step_version")
+FINITE_NUMBERS = ("logprob_engine", "logprob_trainer")
 COLUMNS = {"drift_mean": "mean difference", "drift_mismatch": "mismatch", "drift_ratio": "ratio", "drift_kl": "KL"}
 
 
@@ -334,7 +328,7 @@ def drift(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
     """By lag and position of a token in its answer: tokens, and the trainer's log-probability against the engine's."""
     rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(COLUMNS)]
     if rows.empty:
-        return dumped(folder / FILE)
+        return dumped(folder / TOKENS_FILE)
     ids = ["lag", "position", "tokens"]
     table = with_ids(rows, *ids).pivot_table(index=ids, columns="metric", values="value").reset_index()
     table.columns.name = None
@@ -356,7 +350,7 @@ def dumped(path: Path) -> pd.DataFrame:
 def fresh_by_version(folder: Path) -> pd.DataFrame:
     """By version: the drift of a dump's tokens that are trained at the version which generated them."""
     cells: defaultdict[int, list[float]] = defaultdict(list)
-    for row in tokens_in(folder / FILE) if (folder / FILE).is_file() else ():
+    for row in tokens_in(folder / TOKENS_FILE) if (folder / TOKENS_FILE).is_file() else ():
         if row["version"] == row["step_version"]:
             cells[row["version"]].append(difference(row))
     rows = [
@@ -390,11 +384,15 @@ def checked_line(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError:
         raise Unjudged(f"{where} is not JSON") from None
-    for name in (*WHOLE, *NUMBERS):
+    for name in (*WHOLE_NUMBERS, *FINITE_NUMBERS):
         value = row.get(name) if isinstance(row, dict) else None
-        right = isinstance(value, int) if name in WHOLE else isinstance(value, (int, float)) and math.isfinite(value)
+        right = (
+            isinstance(value, int)
+            if name in WHOLE_NUMBERS
+            else isinstance(value, (int, float)) and math.isfinite(value)
+        )
         if not right or isinstance(value, bool):
-            kind = "whole" if name in WHOLE else "finite"
+            kind = "whole" if name in WHOLE_NUMBERS else "finite"
             raise Unjudged(f"{where}: {name}={value!r} is not a {kind} number")
     if row["step_version"] < row["version"]:
         raise Unjudged(f"{where}: version {row['version']} is newer than the step's, {row['step_version']}")

@@ -19,7 +19,7 @@ from kit.labs.stream.lab import OWN, StreamConfig, settings
 from kit.labs.stream.sides import PIPELINE, broken_logger
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Memory
-from kit.loop.runner import Stalled
+from kit.loop.runner import Stalled, made_core
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, Violations, settle
 from kit.stream import core
@@ -43,13 +43,13 @@ OF_THE_LAB = (  # what a world and the lab's config have in common
     "on_failed",
     "floor",
 )
-# As in a config, where there is one; the sizes only of a loop with at most MOST samples at once.
+# As in a config, where there is one; the sizes only of a loop with at most MOST_SAMPLES samples at once.
 MANNERS = ("sampler", "window", "at_sync", "filter", "on_failed")
 LOOP_SIZES = ("groups", "group", "updates", "min_groups", "floor", "places", "slots", "replicas")
-MOST = 64
+MOST_SAMPLES = 64
 HAPPENS = ("died", "left", "joined")
 FAILS = ("begin", "microbatch", "finish", "clear")
-NEW = 100  # the number of the first replica that joins
+FIRST_JOINED = 100  # the number of the first replica that joins
 BOUNDS = {"groups": 1, "group": 2, "steps": 1, "replicas": 1, "window": 0}  # the least of each
 
 
@@ -136,8 +136,9 @@ class StreamWorlds:
     def loop(self, world: World, rows: Memory, *, until: int | None = None, start: Resume | None = None) -> Any:
         """Run the controller to its end or up to a version; returns its last state."""
         plan = loop_settings(world)
-        make = load_callable(self.settings.get("implementation") or StreamConfig().implementation)
-        machine = Stopping(make(plan, *([] if start is None else [start])), until, later=world.get("later", 0))
+        target = self.settings.get("implementation") or StreamConfig().implementation
+        made = made_core(target, plan, *([] if start is None else [start]))
+        machine = Stopping(made, until, later=world.get("later", 0))
 
         def happen(system: System) -> None:
             for milliseconds, event, replica in world["happens"]:
@@ -311,7 +312,7 @@ def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
         event = rng.choice(HAPPENS)
         if event != "joined" and not spare:
             continue
-        replica = NEW + number if event == "joined" else spare.pop(rng.randrange(len(spare)))
+        replica = FIRST_JOINED + number if event == "joined" else spare.pop(rng.randrange(len(spare)))
         happens.append([rng.randint(0, 2000), event, replica])
     return happens
 
@@ -326,7 +327,7 @@ def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
 
 
 def is_explorable(config: StreamConfig) -> bool:
-    return config.groups * (config.window + 1) * config.group <= MOST and config.replicas <= MOST
+    return config.groups * (config.window + 1) * config.group <= MOST_SAMPLES and config.replicas <= MOST_SAMPLES
 
 
 def with_loop(world: World, config: StreamConfig, kept: tuple[str, ...]) -> World:
@@ -358,7 +359,11 @@ def consistent_world(world: World) -> World:
         "fails": {
             name: min(step, last[name] if name in last else world["steps"] - 1) for name, step in world["fails"].items()
         },
-        "happens": [one for one in world["happens"] if one[1] == "joined" or one[2] < world["replicas"]],
+        "happens": [
+            [at, event, replica]
+            for at, event, replica in world["happens"]
+            if event == "joined" or replica < world["replicas"]
+        ],
     }
 
 

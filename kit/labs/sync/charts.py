@@ -19,10 +19,10 @@ from kit.draw.lines import Lines
 from kit.draw.matrix import Matrix
 from kit.draw.style import Look
 from kit.labs.sync import rules
+from kit.machine import MIB
 from kit.results import NotMeasured, with_ids
 from kit.results.units import amount, counted, sample_counts
 
-MIB = 2**20
 # Sending and receiving are two ends of one thing, as are keeping the old weights and applying the new ones. What is short is one: the rest.
 STAGES = {
     "gather": Look(0),

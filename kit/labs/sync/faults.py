@@ -138,6 +138,13 @@ FAULTS = exposed_by(
         patch={f"{CALL}.apply_bucket": f"{BUGS}:reads_the_first_bucket_again"},
     ),
     Fault(
+        "compares-beginnings",
+        "a receiver keeps the bucket of the version before where the new one begins with the same 256 bytes",
+        "bit_exact",
+        set=UNSEEN,
+        patch={f"{CALL}.apply_bucket": f"{BUGS}:keeps_buckets_that_begin_alike"},
+    ),
+    Fault(
         "dropped-bucket",
         "a receiver acknowledges its last bucket without applying it",
         "bit_exact",
@@ -391,6 +398,13 @@ FAULTS = exposed_by(
         patch={f"{SENDING}.answers": f"{BUGS}:waits_four_times_as_long"},
     ),
     Fault(
+        "close-waits",
+        "the sender closes its end of a transport only once every receiver has read all buckets",
+        "failure_is_clean",
+        set={"deadline_s": 10},
+        patch={f"{SENDING}.close": f"{BUGS}:closes_once_all_is_read"},
+    ),
+    Fault(
         "impatient-receiver",
         "a receiver gives up before the sender has named the silent one",
         "failure_is_clean",
@@ -424,6 +438,12 @@ FAULTS = exposed_by(
         "a receiver whose sync failed keeps its connection open",
         "failure_is_clean",
         patch={f"{CALL}.close": f"{BUGS}:keeps_its_connection"},
+    ),
+    Fault(
+        "leaks-when-gone",
+        "the sender opens a file whenever a receiver is gone, and keeps it open",
+        "failure_is_clean",
+        patch={f"{SENDING}.abandon": f"{BUGS}:opens_a_file_when_one_is_gone"},
     ),
     Fault(
         "undo-without-finalize",

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from kit.labs.sync.lab import CLOSED_S, MOST_BESIDE, SyncConfig, is_asked, roles
+from kit.machine import KIB, MIB
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.growth import DRIFT_CYCLES, SETTLED, bystander_change, compared, growth, worst
@@ -27,7 +28,6 @@ from kit.results.units import counted
 Config = Mapping[str, Any]
 Measure = Callable[[pd.DataFrame, Config], Measured]
 
-MIB, KIB = 2**20, 2**10
 MUCH = 0.5  # of all bytes: with more, everything is less than twice what is needed
 # Of the model at the sender. If more has changed, everything is sent; the kit's own number for that is not read, as it is judged here.
 COPIES, CHANGES = 2.0, 0.75
@@ -58,6 +58,7 @@ FAILURES = {
     "not_derived": "undos after which nothing was derived from the old weights",
     "silent": "failures without an error",
     "unheard": "errors of other receivers that name another cause or none",
+    "waited_for": "failed syncs that ended only after the stalled receiver: a transport's close must not wait for it",
     "compared_again": "versions with the same compared tensors as the one before (verify_share)",
     "served_wrong": "wrong forwards during the failure",
     "next_failed": "failures of the next sync",
@@ -601,12 +602,13 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
             "most failures are rehearsed in the kit's links and buckets, and your synchroniser has no retries = True"
         )
     rows = select(frame, phase="rehearse")
-    opened = rows[rows["metric"].isin(list(LEFT_OPEN)) & (rows["value"] > 0)]
-    rows = rows[rows["metric"].isin(list(FAILURES))]
+    opened = with_ids(rows[rows["metric"].isin(list(LEFT_OPEN)) & (rows["value"] > 0)], "scene")
+    rows = with_ids(rows[rows["metric"].isin(list(FAILURES))], "scene")
     if rows.empty:
         raise Missing("no failure was rehearsed")
-    often = opened[opened.groupby(["rank", "metric"])["value"].transform("size") > 1]
-    rows = with_ids(pd.concat([rows, often]), "scene")
+    # What is made once may be made by one failure of a kind, and not by the next.
+    often = opened[opened.groupby(["rank", "metric", "scene"])["value"].transform("size") > 1]
+    rows = pd.concat([rows, often])
     words = FAILURES | LEFT_OPEN
     broken = "; ".join(
         f"{words[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene}){f': {row.text!s}' if row.text else ''}"

@@ -382,7 +382,8 @@ def live_graphs() -> int:
 
 def live_tensors() -> Iterator[torch.Tensor]:
     for value in gc.get_objects():
-        if issubclass(type(value), torch.Tensor) and type(value) in {torch.Tensor, torch.nn.Parameter}:
+        kind = type(value)  # `isinstance` would ask proxies for their class, which may import or raise
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             yield value
 
 

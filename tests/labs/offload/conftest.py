@@ -98,7 +98,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in a folder of the module, where ranks can import `mine` and the docs' examples; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("offload")
     (folder / "mine.py").write_text(OWN)
-    (folder / "moved.py").write_text(Path(__file__).with_name("moved.py").read_text())
+    for name in ("moved.py", "referred.py"):
+        (folder / name).write_text(Path(__file__).with_name(name).read_text())
     for example in ("own_pair.py", "own_wrapper.py"):
         (folder / example).write_text((ROOT / "docs" / "examples" / example).read_text())
     with pytest.MonkeyPatch.context() as patch:

@@ -56,6 +56,36 @@ class KeepsPart(Remade):
     def undo(self) -> None: ...
 
 
+class FirstUnguarded(Remade):
+    """Wrong: the first parameter comes back before anything is guarded, and an error there is torch's own."""
+
+    def restore(self, state: None) -> None:
+        name, parameter = self.parameters()[0]
+        parameter.data = self.host[name].clone()
+        super().restore(state)
+
+
+class LastUnguarded(Remade):
+    """Wrong: the last parameter comes back after everything was settled."""
+
+    def restore(self, state: None) -> None:
+        name, parameter = self.parameters()[-1]
+        last = self.host[name]
+        super().restore(state)
+        parameter.data = last.clone()
+
+
+class WarmsUp(Remade):
+    """Right: its first reload also makes room that it keeps, so that later ones make fewer allocations."""
+
+    room: torch.Tensor | None = None
+
+    def restore(self, state: None) -> None:
+        if self.room is None:
+            self.room = torch.zeros(16, 16)
+        super().restore(state)
+
+
 class NamesNoTensor(Remade):
     def named(self, name: str, error: Exception) -> str:
         return f"rank {self.ctx.rank}: {error}"

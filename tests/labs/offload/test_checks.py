@@ -12,8 +12,10 @@ from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
 from kit.labs.offload.ranks.rehearsals import is_named
 from kit.labs.offload.ranks.releaser import reported as reported_by
+from kit.labs.offload.rules import piled_up
 from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpu_of_rank
+from kit.results.rules import NotMeasured
 from tests.labs.parts import Answers
 
 MIB = 2**20
@@ -21,12 +23,17 @@ CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="floa
 Fact = tuple[int, str, str, float]
 
 
+def frame_of(rows: Iterable[Fact]) -> pd.DataFrame:
+    return to_frame(
+        [
+            Row(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
+            for c, p, m, v in rows
+        ]
+    )
+
+
 def answers(rows: Iterable[Fact], **config: object) -> Answers:
-    records = [
-        Row(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
-        for c, p, m, v in rows
-    ]
-    return Answers(to_frame(records), {**CONFIG, **config}, find("offload").load_rules())
+    return Answers(frame_of(rows), {**CONFIG, **config}, find("offload").load_rules())
 
 
 def gpu(
@@ -473,7 +480,18 @@ def test_a_reload_that_fails() -> None:
         assert row.why.startswith(words)
     nothing_refused = judged(restore_refused=0.0)
     assert (nothing_refused.passed, nothing_refused.measured) == (False, None)
-    assert answers([(1, "idle", "rss", 1.0)])["restore_failure_is_clean"].passed is None
+    ended = answers([(1, "idle", "rss", 1.0)])
+    for check in ("restore_failure_is_clean", "rehearsals_leave_nothing"):
+        assert ended[check].passed is None
+        assert "the run ended before" in ended[check].why
+
+
+def test_what_piles_up_in_a_control_alone_says_nothing() -> None:
+    controls: list[Fact] = [(cycle, "control", "threads", 8.0) for cycle in range(1, 6)]
+    with pytest.raises(NotMeasured):
+        piled_up(frame_of(controls), {})
+    released: list[Fact] = [(cycle, "verify", "threads", 8.0 + cycle) for cycle in range(1, 5)]
+    assert piled_up(frame_of([*controls, *released]), {}).value == 1
 
 
 def test_what_communicators_hold_is_summed_before_and_after_they_are_suspended() -> None:

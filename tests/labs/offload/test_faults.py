@@ -17,7 +17,7 @@ JUDGED = [fault for fault in FAULTS if fault.exit == 1 and "cpu" in fault.device
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="without faults")
+@pytest.mark.drawn(1, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(fault: Fault) -> None:
     verdict = kit.run("offload", **fault.set).verdict()
@@ -47,7 +47,8 @@ ALSO = {
     # How far the lab has come when the bytes are there depends on the machine.
     "lands-late": {
         "training_continues_bitwise",
-        "threads_return",
+        "threads_return",  # that of the copy
+        "old_groups_dead",
         "restore_failure_is_clean",
         "rehearsals_leave_nothing",
     },
@@ -68,7 +69,7 @@ CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # these bugs show only against e
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4, of="faults")
+@pytest.mark.drawn(2, of="faults")
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_fault_fails_its_check_and_hardly_another(offload: Offload, fault: Fault) -> None:
     config = {"cycles": CYCLES.get(fault.name, 2), **fault.set}

@@ -109,6 +109,7 @@ def changed(rows: Rows, phase: str, metric: str, value: float, cycle: int | None
     return [dataclasses.replace(row, value=value) if row in here else row for row in rows]
 
 
+@pytest.mark.drawn(3, of="modes")
 @pytest.mark.parametrize(
     ("mode", "given", "null"),
     [
@@ -197,6 +198,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.drawn(8, of="wrong numbers")
 @pytest.mark.parametrize(("phase", "metric", "value", "cycle", "check"), WRONG)
 def test_one_wrong_number_fails_its_check(phase: str, metric: str, value: float, cycle: int | None, check: str) -> None:
     config = config_of("exact")
@@ -281,6 +283,7 @@ def test_a_large_job_may_move_by_a_hundredth() -> None:
     assert 15 < limits["125m"] < 25
 
 
+@pytest.mark.drawn(2, of="piles")
 @pytest.mark.parametrize(
     "metric", ["groups", "fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files"]
 )

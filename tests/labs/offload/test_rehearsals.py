@@ -10,32 +10,63 @@ from typing import Any
 
 import torch
 
+from kit.labs.discover import find
 from kit.labs.offload.ranks.rehearsals import restore_fails, without_socket_warnings
 from kit.measure.observers.tensors import TensorState
-from kit.results import VerdictRow
+from kit.results import Row, VerdictRow, to_frame
 from tests.labs.offload import moved
-from tests.labs.offload.test_checks import answers
+from tests.labs.offload.test_checks import CONFIG
+from tests.labs.parts import Answers
 
 
 def rehearsed(kind: type[Any]) -> VerdictRow:
     net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
     ctx: Any = SimpleNamespace(chunks=[net], rank=0, world_size=1, device=torch.device("cpu"))
     findings = restore_fails(ctx, kind(ctx), lambda: TensorState(chunks=ctx.chunks))
-    rows = [(0, "rehearse_restore", finding.metric, finding.value) for finding in findings]
-    rows.append((0, "rehearse_restore", "seconds", 1.0))
-    return answers(rows, implementation=f"moved:{kind.__name__}")["restore_failure_is_clean"]
+    about: dict[str, Any] = {
+        "run": "r",
+        "lab": "offload",
+        "cycle": 0,
+        "phase": "rehearse_restore",
+        "rank": 0,
+        "unit": "1",
+        "time": 0,
+    }
+    rows = [Row(metric=metric, value=value, text=text, **about) for metric, value, text in findings]
+    rows.append(Row(metric="seconds", value=1.0, **about))
+    config = {**CONFIG, "implementation": f"moved:{kind.__name__}"}
+    return Answers(to_frame(rows), config, find("offload").load_rules())["restore_failure_is_clean"]
 
 
 def test_a_reload_that_makes_new_tensors_can_fail_in_the_middle() -> None:
     right = rehearsed(moved.Remade)
     assert (right.passed, right.measured) == (True, 0)
+    assert right.why.startswith("tensors are away again after 3 failing reloads")
     wrong = rehearsed(moved.KeepsPart)
-    assert (wrong.passed, wrong.why) == (False, "bytes of tensors not freed again: 2176 (rank 0)")
+    assert (wrong.passed, wrong.measured) == (False, 1)
+    assert wrong.why == "bytes of tensors not freed again: 2176 (rank 0: the middle allocation failed)"
+
+
+def test_the_first_and_the_last_allocation_fail_too() -> None:
+    """Code that is right about the middle one alone fails the check."""
+    first, last = rehearsed(moved.FirstUnguarded), rehearsed(moved.LastUnguarded)
+    assert (first.passed, last.passed) == (False, False)
+    assert first.why.startswith(
+        "names missing in the error: 2 (rank 0: rank 0 and the tensor in: no memory for 1024 bytes"
+    )
+    assert "rank 0 and the tensor in: no memory for 64 bytes" in last.why
+
+
+def test_a_reload_that_makes_fewer_allocations_than_before_is_not_called_silent() -> None:
+    row = rehearsed(moved.WarmsUp)
+    assert (row.passed, row.measured) == (True, 0)
+    assert row.why.startswith("tensors are away again after 2 failing reloads")
 
 
 def test_what_is_missing_in_the_error_is_counted() -> None:
     row = rehearsed(moved.NamesNoTensor)
-    assert (row.passed, row.why) == (False, "names missing in the error: 1 (rank 0)")
+    assert row.passed is False
+    assert row.why.startswith("names missing in the error: 1 (rank 0: the tensor in: rank 0: no memory for")
 
 
 def test_a_reload_whose_memory_cannot_be_refused_is_not_judged() -> None:

@@ -161,7 +161,7 @@ GRID = [
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="ways of spreading a job")
+@pytest.mark.drawn(1, of="ways of spreading a job")
 @pytest.mark.parametrize("parallel", GRID, ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()))
 def test_every_way_of_spreading_a_job(offload: Offload, parallel: dict[str, object]) -> None:
     verdict: Verdict = offload(cycles=2, **parallel).verdict()

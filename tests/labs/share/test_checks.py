@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from kit.labs.definition import as_settings
 from kit.labs.share.adapters import ADAPTER_RULES
+from kit.labs.share.lab import LAB
 from kit.labs.share.rules import RULES
+from kit.results import Row
 from kit.results.records import NOTEBOOK
-from tests.labs.parts import failed, passed, why
+from kit.results.rules import applicable, judge
+from kit.results.run import to_frame
+from tests.labs.parts import failed, passed, unanswered, why
 from tests.labs.share.conftest import share
 from tests.labs.share.evidence import CONFIG, MIB, Facts, fact, records, verdict_of
 
@@ -226,9 +231,21 @@ def test_a_right_run_passes_every_check(right: list[Facts]) -> None:
     verdict = verdict_of(right)
     assert failed(verdict) == set()
     has_none = {"gate_shown", "no_world_fails", "dead_replaced", *(rule.name for rule in ADAPTER_RULES)}
-    assert {row.check for row in verdict if row.passed is None} == has_none  # what this config does not have
+    assert unanswered(verdict) == has_none  # what this config does not have
 
 
+def test_on_ranks_every_check_that_is_asked_can_be_measured(right: list[Facts]) -> None:
+    """So `--strict` can pass: with large weights and `release_groups`."""
+    nulls = unanswered(verdict_of(right))
+    asked = [rule.name for rule in applicable(LAB.all_rules(), as_settings(CONFIG))]
+    assert nulls.isdisjoint(asked)
+    assert {"nothing_piles_up", "nothing_left"} <= {*asked}
+    simulated = [rule.name for rule in applicable(LAB.all_rules(), {**as_settings(CONFIG), "simulated": True})]
+    assert "dead_replaced" in simulated
+    assert "nothing_piles_up" not in simulated  # no rank does anything
+
+
+@pytest.mark.drawn(8, of="wrong rows")
 @pytest.mark.parametrize(("check", "what", "change"), WRONG, ids=[f"{check}-{what}" for check, what, _ in WRONG])
 def test_a_wrong_row_fails_its_check(right: list[Facts], check: str, what: str, change: Change) -> None:
     rows = copy.deepcopy(right)
@@ -254,6 +271,16 @@ def test_ranks_are_called_by_pipeline_and_role(right: list[Facts], check: str, c
     rows = copy.deepcopy(right)
     change(rows)
     assert words in why(verdict_of(rows), check)
+
+
+def test_a_rank_where_something_piles_up_is_called_by_pipeline_and_role() -> None:
+    rows = [
+        Row(**fact("fds", 1.0, value=count), run="test", lab="share", phase="shared", cycle=cycle, rank=3)
+        for cycle, count in enumerate((5.0, 5.0, 7.0), 1)
+    ]
+    asked = [rule for rule in LAB.all_rules() if rule.name == "nothing_piles_up"]
+    answers = judge(to_frame(rows), as_settings(CONFIG), asked)
+    assert [row.why for row in answers] == ["fds: 5 after cycle 2, 7 after cycle 3 (+2; b trainer (rank 3), cycle 3)"]
 
 
 def test_the_first_number_that_departs_is_named(right: list[Facts]) -> None:
@@ -329,6 +356,11 @@ def test_on_gpus_memory_is_what_the_driver_or_the_allocator_reports(right: list[
             rows = copy.deepcopy(right)
             change(rows)
             assert check in failed(verdict_of(on_gpus(rows, listed=listed)))
+
+
+def test_without_a_replica_that_moved_nothing_is_said_of_the_others(right: list[Facts]) -> None:
+    still = [row for row in right if row["metric"] not in ("left", "shrunk", "expand", "expanded", "joined")]
+    assert passed(verdict_of(still), "others_untouched") is None
 
 
 def test_another_process_under_a_ranks_number_is_not_its_memory(right: list[Facts]) -> None:

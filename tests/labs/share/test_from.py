@@ -170,6 +170,14 @@ REFUSED = [
     (adapted(MATH, load="/qwen"), "load=/qwen cannot be compared with the base that replicas serve: name it as hf_checkpoint, or"),
     (changed(ROLL, actor_infer=SERVES_MATH), "actor_infer has the adapters ['math'], and actor_train []; name the same"),
     (trained_by(strategy_name="deepspeed_train"), "strategy_name=deepspeed_train: DeepSpeed is not part of this lab"),
+    (
+        changed(ROLL, critic={"strategy_args": {"strategy_name": "deepspeed_train"}}),
+        "critic.strategy_args.strategy_name=deepspeed_train: DeepSpeed is not part of this lab, which has Megatron; use megatron_train",
+    ),
+    (
+        changed(ROLL, reference={"strategy_args": {"strategy_name": "deepspeed_infer"}}),
+        "reference.strategy_args.strategy_name=deepspeed_infer: DeepSpeed is not part of this lab, which has Megatron; use megatron_infer",
+    ),
 ]  # fmt: skip
 
 

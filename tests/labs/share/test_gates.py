@@ -33,7 +33,7 @@ def test_settings_go_over_a_gate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("gate", ["1", "2", "2.5", "3"])
 def test_a_gate_on_ranks(gate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,17 +16,18 @@ from kit.labs.discover import find, validate
 from kit.labs.share.desk import desk_settings
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import ShareConfig
+from kit.labs.share.ledgers import settled
 from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.worlds import ShareWorlds
 from kit.loop import limit
 from kit.loop.explore import play, world_of
 from kit.loop.messages import Command, Event
-from kit.share.books import SPECIFIED
-from kit.share.core import Scheduler
-from kit.share.judge import ON_PURPOSE
+from kit.share.books import SPECIFIED, DeskLedger
+from kit.share.core import HANDLERS, Scheduler, settle_desk
+from kit.share.judge import ON_PURPOSE, no_deadlock, no_starvation
 from kit.share.member import Desk, Pipeline
 from kit.share.planner import PLANNERS, View
-from kit.share.state import DeskState
+from kit.share.state import DeskState, DeskTurn
 from kit.target import replaced
 from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
@@ -71,6 +73,16 @@ class Right:
 
 class NeverAsks(Pipeline):
     def before_training(self, step: int) -> None:
+        pass
+
+
+class NeverGenerates(Pipeline):
+    def collector_created(self) -> None:
+        pass
+
+
+class NeverReports(Pipeline):
+    def begin_progress(self, completed: int, target: int) -> None:
         pass
 
 
@@ -139,6 +151,40 @@ def own_desk(config: ShareConfig) -> Scheduler:
     return Scheduler(desk_settings(config), planner=takes_turns)
 
 
+class PlansLater(Scheduler):
+    """Plans some time after a request, together for all that arrived by then."""
+
+    after_ms = 8
+
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        t = DeskTurn(state, self.settings, self.desk)
+        if t.closed:
+            return state, ()
+        is_tick = event.name == "alarm" and t.alarms.get(event.number, ("",))[0] == "tick"
+        if is_tick:
+            t.alarms = t.alarms.without(event.number)
+        else:
+            HANDLERS[event.name](t, event)
+        due, t.due = t.due, t.due and is_tick
+        settle_desk(t, self.planner)
+        t.due |= due and not is_tick
+        if t.due and not any(kind == "tick" for kind, *_ in t.alarms.values()):
+            t.alarm(self.after_ms, "tick")
+        return DeskState(t), tuple(t.commands)
+
+
+def plans_later(config: ShareConfig) -> Scheduler:
+    return PlansLater(desk_settings(config), planner=takes_turns)
+
+
+class PlansTooLate(PlansLater):
+    after_ms = 6_000  # a desk has `watchdog_ms`, 5 s
+
+
+def plans_too_late(config: ShareConfig) -> Scheduler:
+    return PlansTooLate(desk_settings(config), planner=takes_turns)
+
+
 class DropsAlarms(Scheduler):
     def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
         if event.name == "alarm" and event.number % 3 == 0:
@@ -161,6 +207,63 @@ class SaysItIsPatient(Scheduler):
 
 def says_it_is_patient(config: ShareConfig) -> Scheduler:
     return SaysItIsPatient(desk_settings(config), planner=keeps_half)
+
+
+def raises(view: View) -> None:
+    raise ValueError("no share")
+
+
+def raises_without_some(view: View) -> None:
+    if len(view.shares) < len(view.names):
+        raise ValueError("one is missing")
+    takes_turns(view)
+
+
+def serves_only_a(view: View) -> None:
+    view.shares = {name: share for name, share in view.shares.items() if name == "a"}
+    takes_turns(view)
+
+
+class Mute(Scheduler):
+    """Never sends one of its commands."""
+
+    lacks = ""
+
+    def __init__(self, config: ShareConfig) -> None:
+        super().__init__(desk_settings(config), planner=takes_turns)
+
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        state, commands = super().step(state, event)
+        return state, tuple(command for command in commands if command.name != self.lacks)
+
+
+class NeverAdmits(Mute):
+    lacks = "admitted"
+
+
+class NeverSaysWhoWoke(Mute):
+    lacks = "joined"
+
+
+class NeverLetsLeave(Mute):
+    lacks = "unregistered"
+
+
+class NeverEnds(Mute):
+    lacks = "ended"
+
+
+class DeafToB(Mute):
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        return (state, ()) if event.pipeline == "b" else super().step(state, event)
+
+
+class ForgetsB(Mute):
+    """It loses b's first request to train."""
+
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        lost = (event.name, event.pipeline, event.get("kind")) == ("acquire", "b", "training")
+        return (state, ()) if lost else super().step(state, event)
 
 
 def of(kind: object) -> str:
@@ -232,9 +335,11 @@ OWN: list[dict[str, object]] = [
     {"planner": of(takes_turns), "scenario": "F"},
     {"planner": of(takes_turns), "pipelines": 3, "b.infer_tp": 2, **SMALL},
     {"scheduler": of(own_desk), **FOUR, **SMALL},
+    {"scheduler": of(plans_later), **FOUR, **SMALL},
 ]
 
 
+@pytest.mark.drawn(2, of="right")
 @pytest.mark.parametrize("own", OWN, ids="-".join)
 def test_an_own_planner_or_desk_that_is_right_passes(own: dict[str, object]) -> None:
     verdict, error = simulated(**own)
@@ -243,12 +348,14 @@ def test_an_own_planner_or_desk_that_is_right_passes(own: dict[str, object]) -> 
     assert passed(verdict, "devices_used") is True
 
 
+@pytest.mark.drawn(3, of="wrong")
 @pytest.mark.parametrize(
     ("own", "check", "words"),
     [
-        ({"planner": of(keeps_half), **FOUR}, "devices_used", "most at once: devices [2, 3] for 0."),
-        ({"scheduler": of(says_it_is_patient), **FOUR}, "devices_used", "most at once: devices [2, 3] for 0."),
+        ({"planner": of(keeps_half), **FOUR}, "devices_used", "longest: devices [2, 3] for 0."),
+        ({"scheduler": of(says_it_is_patient), **FOUR}, "devices_used", "longest: devices [2, 3] for 0."),
         ({"planner": of(looks_at_first_devices)}, "no_deadlock", "a.generation:0,1 takes the devices [1], which are not idle"),
+        ({"scheduler": of(plans_too_late), **FOUR}, "priority_kept", "s and no plan was made"),
         ({"scheduler": of(drops_alarms), "planner": of(takes_turns)}, "no_starvation", "the request waited for 60 s"),
     ],
 )  # fmt: skip
@@ -256,6 +363,70 @@ def test_an_own_planner_or_desk_that_is_wrong_is_found_out(own: dict[str, object
     verdict, _ = simulated(**own)
     assert check in failed(verdict)
     assert words in why(verdict, check)
+
+
+def ledger_of(own: Mapping[str, object]) -> DeskLedger:
+    return DeskLedger(simulate_pipelines(share(simulated=True, **own)).rows)
+
+
+FAILED = "`ended` of desk (row 33, 0.000 s): ended with an error: the planner tests.labs.share.test_own:raises raised ValueError: no share"
+
+
+@pytest.mark.parametrize(
+    ("own", "begins", "words"),
+    [
+        ({"planner": of(raises)}, FAILED, "the last event that it read is `progress` of a (row 30, 0.000 s)"),
+        ({"planner": of(serves_only_a)}, "`ended` of b", "it had asked for devices 0 and 1 since 1.690 s (generation, row 2"),
+        ({"scheduler": of(NeverAdmits)}, "a never ended; `admit` of a (row 14, 0.000 s) has no answer", "; `admit` of b (row 19, "),
+        ({"scheduler": of(NeverSaysWhoWoke)}, "a never ended; the desk has sent no `joined` of replica 1 of a", "replica 0 of b"),
+        ({"scheduler": of(NeverLetsLeave)}, "a never ended; `unregister` of a", "b never ended; `unregister` of b"),
+        ({"scheduler": of(NeverEnds)}, "desk never ended; every pipeline has left", "the last in row 14"),
+        ({"scheduler": of(DeafToB)}, "b never ended; `register` of b (row 17, 0.000 s) and `admit` of b (row 18, 0.000 s) have no answer",
+            "desk never ended; it has not answered `register` of b and `admit` of b"),
+        ({"scheduler": of(ForgetsB)}, "b never ended; it waits for device 1 since 4.770 s (training, row 7",
+            "desk never ended; it waits for b to leave"),
+        ({"pipeline": of(NeverAsks)}, "b never ended; 4 of 4 groups of its step are complete", "it has not requested devices to train"),
+        ({"pipeline": of(NeverGenerates)}, "b never ended; it has no replica awake", "it has not requested generation"),
+        ({"pipeline": of(NeverReports)}, "`ended` of b", "nobody else holds them; b had reported no work"),
+    ],
+)  # fmt: skip
+def test_a_deadlock_begins_with_its_cause_and_names_every_request(
+    own: dict[str, object], begins: str, words: str
+) -> None:
+    shown = settled(no_deadlock, ledger_of(own)).why
+    assert shown.startswith(begins)
+    assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"planner": of(serves_only_a)}, "the request waited for 60 s for devices 0 and 1: nobody else holds them"),
+        ({"scheduler": of(ForgetsB)}, "training of b waits for trainer since 60.230 s (limit 60 s); device 1: nobody"),
+    ],
+)
+def test_a_request_that_waits_too_long_names_its_devices_and_who_holds_them(own: dict[str, object], words: str) -> None:
+    assert words in settled(no_starvation, ledger_of(own)).why
+
+
+@pytest.mark.parametrize("planner", [raises, raises_without_some])
+def test_a_planner_that_raises_in_a_world_is_named_before_those_that_came_too_late(planner: object) -> None:
+    worlds = ShareWorlds(planner=of(planner))
+    shown = [play(worlds, world_of(worlds, seed)).findings["no_deadlock"] for seed in range(3)]
+    for words in shown:
+        assert words.startswith("`ended` of desk (row ")
+        assert "raised ValueError: " in words.partition(";")[0]
+    assert any("b never ended; `register` of b (row " in words for words in shown)
+    assert any("have no answer, because the desk had ended (row " in words for words in shown)
+
+
+def test_a_planner_that_raises_when_all_are_dead_fails_too() -> None:
+    """Nobody is left who could end with an error."""
+    world = world_of(ShareWorlds(), 2)
+    world |= {"pipelines": world["pipelines"][:1], "happens": [[1, "pipeline dies", 0, -1]], "frail": [], "broken": []}
+    assert play(ShareWorlds(), world).findings == {}
+    findings = play(ShareWorlds(planner=of(raises_without_some)), world).findings
+    assert "raised ValueError: one is missing; the last event that it read is `died` of a" in findings["no_deadlock"]
 
 
 def never_returns(view: View) -> None:

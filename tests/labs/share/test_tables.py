@@ -15,7 +15,7 @@ from kit.labs.share.drive import together
 from kit.labs.share.lab import ShareConfig
 from kit.labs.share.simulated import AS_CONFIGURED
 from kit.results import NotMeasured
-from kit.share.books import Books
+from kit.share.books import Books, WaitingRequest
 from kit.view import named
 from tests.labs.share import runs
 from tests.labs.share.runs import BY_HAND, make
@@ -80,7 +80,10 @@ def test_each_idle_second_has_a_cause(by_hand):
 def test_an_idle_device_of_a_request_that_needs_another_one_too_is_starved():
     books = Books(3)
     books.clusters, books.tp = {"a": {"trainer": (0, 1)}, "b": {"trainer": (1,)}}, {"a": 1, "b": 1}
-    books.waiting, books.held = {("a", "trainer"): ("training", 1, 0, 0.0)}, {("b", "trainer"): "training"}
+    books.waiting, books.held = (
+        {("a", "trainer"): WaitingRequest("training", 1, 0, 0.0)},
+        {("b", "trainer"): "training"},
+    )
     assert tables.idle_by_cause(books) == {0: "starved", 2: "no request"}
     books.held = {}
     assert tables.idle_by_cause(books) == {0: "planner", 1: "planner", 2: "no request"}

@@ -11,7 +11,7 @@ import kit
 from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0], "timeout_s": 60.0}  # below pytest's limit
+SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0], "timeout_s": 150.0}  # below pytest's limit
 OWN = '''
 import math
 import types

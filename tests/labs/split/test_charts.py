@@ -196,6 +196,7 @@ def test_a_persons_own_code_is_named(make_split):
     assert " · mine:Step · " in plot_run(make_split(implementation="mine:Step")).get_suptitle()
 
 
+@pytest.mark.slow
 def test_its_drawings_have_names(make_split):
     run = make_split(level="both")
     assert {"metrics", "gradients", "calls"} <= set(named.names(run))

@@ -84,7 +84,7 @@ def world(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="grid")
+@pytest.mark.drawn(1, of="grid")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "name"), [(GRID[name]["ranks"], name) for name in PART], indirect=["world"])
 def test_no_check_fails_on_the_grid(world, name, tmp_path):

@@ -62,7 +62,7 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="a_wrong_trainer_is_found_out")
+@pytest.mark.drawn(2, of="own code")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
     assert WRONG[name] <= failed(split(implementation=f"mine:{name}", **ONE).verdict())
@@ -112,7 +112,7 @@ def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1, of="what_breaks_the_run_says_so")
+@pytest.mark.drawn(2, of="own code")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -144,7 +144,7 @@ def test_a_loss_of_ones_own(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1, of="a_wrong_loss_is_found_out")
+@pytest.mark.drawn(2, of="own code")
 @pytest.mark.parametrize(
     ("name", "checks"),
     [("WrongNormalizer", {"metric_parity"}), ("DividesAgain", {"oracle"}), ("ByMultiplying", {"masked_places"})],
@@ -154,7 +154,7 @@ def test_a_wrong_loss_is_found_out(split: Split, name: str, checks: set[str]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1, of="a_loss_that_cannot_be_used_says_so")
+@pytest.mark.drawn(2, of="own code")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -180,7 +180,7 @@ def test_a_model_of_ones_own(split: Split, config: dict[str, object]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1, of="a_model_that_cannot_be_used_says_so")
+@pytest.mark.drawn(2, of="own code")
 @pytest.mark.parametrize(
     ("name", "message"),
     [

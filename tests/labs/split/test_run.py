@@ -181,7 +181,7 @@ def test_both_backends_are_compared(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3, of="other configs")
+@pytest.mark.drawn(1, of="other configs")
 @pytest.mark.parametrize(
     "config",
     [

@@ -365,6 +365,7 @@ def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
     assert row["tone"] == "bad"
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_reported_or_left_out(make_stream):
     half = plot_run(make_stream(until="stream"))
     assert "Recomputation: the run ended before this phase." in words(half)
@@ -389,6 +390,7 @@ def test_a_loop_under_way_is_drawn(make_stream):
         assert len(tables.samples(tables.ledger(part, "stream"))) == 2
 
 
+@pytest.mark.slow
 def test_many_replicas_and_steps_fit(make_stream):
     """A replica dies, groups are evicted, and there are more replicas than lanes and more versions than colours."""
     prepare = lambda system: system.schedule("died", 1, 0.5)  # noqa: E731 - a fixture's argument
@@ -402,6 +404,7 @@ def test_many_replicas_and_steps_fit(make_stream):
     assert table.groupby("end")["groups"].sum()["cleared"] == 80
 
 
+@pytest.mark.slow
 def test_its_plots_and_tables_have_names(make_stream):
     run = make_stream()
     assert set(named.names(run)) >= {"versions", "steps", "groups", "recomputed"}

@@ -27,9 +27,13 @@ ALSO = {
     "gate-checked-early": {"order_fair", "resume_equals"},
     "drops-oldest": {"order_fair", "resume_equals", "tokens_conserved", "metrics_true"},
     "slot-leak": {"metrics_true"},
-    "drops-stragglers": {"one_step_per_batch"},
+    "drops-stragglers": {
+        "one_step_per_batch",
+        "metrics_true",
+    },  # the desk hears of a smaller step before a group is lost
     "discard-and-requeue": {"eviction_justified"},
     "lost-group": {"tokens_conserved", "capacity_kept", "resume_equals"},
+    "reports-done": {"resume_equals"},
     "partial-group": {"tokens_conserved", "metrics_true"},
     "double-bump": {
         "resume_equals",
@@ -131,7 +135,7 @@ CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal conf
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4, of="faults")
+@pytest.mark.drawn(2, of="faults")
 @pytest.mark.parametrize("fault", ON_RANKS)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     broke = failed(on_ranks(fault.name, **fault.set).verdict(), timed=fault.caught_by)
@@ -139,7 +143,7 @@ def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="without faults")
+@pytest.mark.drawn(1, of="without faults")
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(fault, marks=on_an_engine(fault.set), id=fault.name) for fault in CONFIGS.values()],
@@ -151,7 +155,7 @@ def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fau
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="faults in bfloat16")
+@pytest.mark.drawn(1, of="faults in bfloat16")
 @pytest.mark.parametrize("fault", ON_RANKS)
 def test_rounding_in_bfloat16_hides_no_bug(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     settings = {**fault.set, "dtype": "bfloat16"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from docs.examples.own_sampler import InOrder, InOrderFromZero
 from kit import cli
 from kit.labs.stream.drive import PIPELINE
 from kit.loop.messages import Event
+from kit.measure import Recorder
 from kit.stream.core import Controller, resume_from
 from kit.stream.settings import Resume, StreamSettings
 from tests.labs.parts import failed, passed, why
@@ -292,3 +294,17 @@ def test_a_ledger_of_another_system_is_judged(tmp_path: Path, capsys: pytest.Cap
     subprocess.run([sys.executable, example, tmp_path / "ledger"], check=True, timeout=60)
     assert cli.main(["check", str(tmp_path / "ledger"), "--lab", "stream"]) == 0
     assert "pass  every_group_once" in capsys.readouterr().out
+
+
+def test_what_a_ledger_leaves_out_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The three events that docs/ledger.md calls enough: no end, no requests, no tokens."""
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.event("capacity", window=1, group=1)
+        for group in range(4):
+            recorder.event("completed", group=group, sample=0, version=group)
+            recorder.event("trained", group=group, version=group)
+    assert cli.main(["check", str(tmp_path / "run"), "--lab", "stream", "--json"]) == 0
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)["verdict"]}
+    assert rows["no_sample_too_old"]["passed"] is True
+    for check, event in {"no_deadlock": "ended", "replicas_answer": "sent", "no_length_bias": "tokens"}.items():
+        assert (rows[check]["passed"], rows[check]["why"]) == (None, f"not measured: the ledger has no `{event}` event")

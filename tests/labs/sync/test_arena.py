@@ -12,7 +12,7 @@ from tests.labs.parts import failed, passed
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="arenas")
+@pytest.mark.drawn(1, of="arenas")
 @pytest.mark.parametrize(
     "config",
     [

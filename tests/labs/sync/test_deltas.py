@@ -82,7 +82,7 @@ def test_bytes_beyond_what_changed_and_another_base_are_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="deltas")
+@pytest.mark.drawn(1, of="deltas")
 @pytest.mark.parametrize(
     "config",
     [

@@ -25,6 +25,12 @@ from own_receiver import ByNameWithAPackedHead
 from own_transport import Files
 
 
+class AsksAtOnce:
+    """Asks for the kit's own load before the model serves."""
+    def __init__(self, ctx):
+        self.load = ctx.loader()
+
+
 class OneBuffer(Transport):
     """What the notebook tries: right for those who apply at once, wrong for those who store."""
     def __init__(self, ctx):
@@ -209,6 +215,11 @@ def test_the_answer_to_another_request_shows() -> None:
 @pytest.mark.slow
 def test_logits_that_are_always_in_the_same_memory_pass() -> None:
     assert not run("auto", receiver="mine:SameMemory", cycles=1).verdict().failed
+
+
+@pytest.mark.slow
+def test_the_kits_own_load_may_be_asked_for_at_once() -> None:
+    assert not run("auto", receiver="mine:AsksAtOnce", cycles=1).verdict().failed
 
 
 @pytest.mark.slow

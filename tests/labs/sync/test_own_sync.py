@@ -115,6 +115,13 @@ class KeepsTheOldCopy(Broadcasts):
         self.kept = before or self.kept
 
 
+class KeepsWhatArrived(Broadcasts):
+    """From the base on."""
+    def write(self, version, tensors):
+        super().write(version, tensors)
+        self.copy = {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 class PublishesNothing(Broadcasts):
     def write(self, version, tensors):
         with self.ctx.writing():
@@ -264,6 +271,7 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
         ("mine:GateForEveryBucket", "no_torn_reads", "weights changed within several gates of one sync"),
         ("mine:PublishesInTheMiddle", "version_order", "published"),
         ("mine:KeepsTheOldCopy", "bit_exact", "tensors_differ"),
+        ("mine:KeepsWhatArrived", "no_second_copy", "after base"),
         ("mine:PublishesNothing", "no_double_bump", "version"),
         ("mine:PublishesThoughItFailed", "failure_is_clean", "failures without an error"),
         ("mine:LeavesAFileOpen", "failure_is_clean", "file descriptors left behind: 1 (rank"),

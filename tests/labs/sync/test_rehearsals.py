@@ -43,6 +43,7 @@ def side() -> Any:
     return SimpleNamespace(
         held=set,
         waiting=lambda: 0,
+        leaving=set(),
         ctx=SimpleNamespace(record=lambda metric, value, text, scene: rows.append((metric, value))),
         rows=rows,
     )
@@ -127,11 +128,12 @@ def rows_of(*left: tuple[int, str, str, float]) -> pd.DataFrame:
 
 def test_what_one_failure_left_may_be_made_once_and_two_leave_a_leak() -> None:
     clean = (1, "kept_wrong", "middle", 0.0)
-    once = failure_is_clean(rows_of(clean, (1, "left_fds", "middle", 1.0), (2, "left_fds", "late", 1.0)), {})
+    others = (1, "left_fds", "late", 1.0), (2, "left_fds", "gone", 1.0)
+    once = failure_is_clean(rows_of(clean, (1, "left_fds", "gone", 1.0), (1, "left_fds", "gone", 0.0), *others), {})
     assert once.value == 0
-    twice = failure_is_clean(rows_of(clean, (1, "left_fds", "middle", 1.0), (1, "left_fds", "late", 2.0)), {})
+    twice = failure_is_clean(rows_of(clean, (1, "left_fds", "gone", 1.0), (1, "left_fds", "gone", 2.0), *others), {})
     assert twice.value == 3
-    assert twice.why.startswith("file descriptors left behind: 1 (rank 1, scene middle); ")
+    assert twice.why.startswith("file descriptors left behind: 1 (rank 1, scene gone); ")
     group = failure_is_clean(rows_of(clean, (1, "left_unlisted", "late", 1.0)), {})
     assert "process groups that torch does not list, still there after 0.5 s: 1 (rank 1, scene late)" in group.why
 

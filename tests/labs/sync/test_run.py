@@ -32,7 +32,7 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert "training changed 16 or more tensors per cycle" in why(verdict, "trained_changed")
     assert "7 syncs to replicas without weights" in why(verdict, "every_parameter_written")
     early = "activate, alone, both, calls that must be refused, emptied, expansion, gone, late, middle, missing, mute, packed"
-    later = "publish, refill, refresh, silent, transport, unfit, unlike, unsent, wrong-bytes"
+    later = "publish, refill, refresh, silent, stalled, transport, unfit, unlike, unsent, wrong-bytes"
     assert f"{early}, {later}" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
     assert "all 13 combinations of transport and bucket size" in why(verdict, "sweep_arrived")

@@ -150,17 +150,21 @@ def test_prompts_take_turns_and_an_answer_belongs_to_its_prompt(scene: Scene) ->
     assert logits_of(1, torch.zeros(4)) not in known_logits(scene.forwards.at_rest())
 
 
-def test_the_thread_of_a_forward_at_rest_is_gone_afterwards() -> None:
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_the_thread_of_a_forward_at_rest_is_gone_afterwards(is_asleep: bool) -> None:
     """Also for the system, which counts threads: a thread that was joined may still be there, one time in four."""
     forwards, ran_on = Scene().forwards, []
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         ran_on.append(threading.get_native_id())
+        if is_asleep:
+            raise ValueError("the engine sleeps")
         return tokens
 
     forwards.forward = forward
     for _ in range(100):
-        forwards.at_rest()
+        with pytest.raises(ValueError, match="sleeps") if is_asleep else contextlib.nullcontext():
+            forwards.at_rest()
         assert not machine.has_thread(ran_on[-1])
 
 

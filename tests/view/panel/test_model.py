@@ -63,7 +63,7 @@ def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> 
     assert model.values == json.loads(json.dumps({field.name: field.default for field in model.fields}))
     assert (model.problems, model.state, model.given) == ({}, "idle", {})
     plan, roles = find(name).plan(config), find(name).roles_of(config)
-    assert [(row.cycle, row.phase) for row in model.phases] == [(step.cycle, step.phase) for step in plan]
+    assert [(row.place, row.phase) for row in model.phases] == [(step.place, step.phase) for step in plan]
     assert [row.ranks for row in model.phases] == [
         marks(config.ranks, working(step, roles), "waiting") for step in plan
     ]
@@ -186,7 +186,7 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     assert (model.values["cycles"], model.values["steps"]) == (plain.cycles, plain.steps)
 
 
-@pytest.mark.drawn(2, of="faults")
+@pytest.mark.drawn(1, of="faults")
 @pytest.mark.parametrize("name", LABS)
 def test_every_fault_can_be_switched_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIT_VLLM_PYTHON", "python")  # engines, as if they were installed
@@ -211,6 +211,26 @@ def test_what_only_a_start_finds_out_is_shown_and_forbids_nothing() -> None:
     assert model.phases
     model.set("implementation", "somewhere:Thing")
     assert model.failure is None
+
+
+def test_code_that_the_kernel_cannot_load_makes_its_setting_invalid_until_it_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_boom.py").write_text("print('imported', file=open('imports', 'a'))\nraise RuntimeError('boom')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = PanelModel(find("stream"))
+    model.set("sampler", "slow_boom:X")
+    assert model.problems == {"sampler": "sampler=slow_boom:X cannot be loaded here: RuntimeError: boom"}
+    assert Path("imports").read_text().count("imported") == 1  # a person waits for it
+    model.set("sampler", "nope:X")
+    assert model.values["sampler"] == "nope:X"
+    assert model.problems == {
+        "sampler": "sampler=nope:X cannot be loaded here: ModuleNotFoundError: No module named 'nope'"
+    }
+    assert not {"start", "step", "run"} & model.can
+    model.set("sampler", "windowed")
+    assert (model.problems, "start" in model.can) == ({}, True)
 
 
 def test_a_remark_goes_when_something_else_changes(runs: Path) -> None:

@@ -128,6 +128,8 @@ def test_pictures_stay_on_the_page_while_there_is_nothing_to_draw(offload, drawn
     offload.run = None
     assert (tab.pictures.layout.display, tab.pictures.children) == ("none", shown)
     assert "There is no run yet" in tab.absent.value
+    offload.state = "starting"
+    assert "There are no measurements yet" in tab.absent.value
     offload.run = run
     assert (tab.pictures.layout.display, tab.absent.layout.display) == (None, "none")
     assert tab.pictures.children == shown

@@ -16,7 +16,7 @@ import kit
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import find
 from kit.public import settings_from_file
-from kit.results import create_run
+from kit.results import Verdict, VerdictRow, create_run
 from kit.view import look, tabs
 from kit.view.model import PanelModel
 from kit.view.panel import Buttons, Number, Panel, Parameters, ShownRun
@@ -59,7 +59,7 @@ def pairs(drop):
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(2, of="controls")
+@pytest.mark.drawn(1, of="controls")
 @pytest.mark.parametrize("lab", LABS)
 def test_every_control_tells_the_model_and_shows_it(lab):
     model = PanelModel(find(lab))
@@ -107,7 +107,7 @@ def test_a_refused_choice_is_marked_and_explained():
     assert {"exact", "manual (no)", "official (no)"} <= {label for label, _ in pairs(drop)}
     assert drop.value == "exact"
     assert "needs mode=exact" in drop.tooltip
-    assert "Excluded by other settings: " in settings.refused.value
+    assert "Not possible here: " in settings.refused.value
     assert "mode=manual, mode=official" in settings.refused.value.partition("</summary>")[0]
     assert "needs mode=exact" in settings.refused.value
     drop.value = "manual"
@@ -329,12 +329,12 @@ def test_buttons_are_pressable_where_they_make_sense():
 
 # -- strip ----------------------------------------------------------------------------------------------------------
 
-DONE = PhaseState(0, "baseline", "done", ("done", "done"), (0.5, 12.0), None)
+DONE = PhaseState("", "baseline", "done", ("done", "done"), (0.5, 12.0), None)
 
 
 def test_each_phase_and_rank_has_a_sign_a_word_and_a_time():
-    running = PhaseState(1, "make", "running", ("done", "running"), (0.2, None), time.monotonic() - 65)
-    to_do = PhaseState(1, "talk", "to do", ("waiting", "waiting"), (None, None), None)
+    running = PhaseState("cycle 1", "make", "running", ("done", "running"), (0.2, None), time.monotonic() - 65)
+    to_do = PhaseState("cycle 1", "talk", "to do", ("waiting", "waiting"), (None, None), None)
     rows = re.findall(r"<tr>.*?</tr>", look.grid_html((DONE, running, to_do), 2, None).partition("<tbody>")[2])
     assert [re.findall(r'<td class="kit-(\w+)".*?>(\S)(?:<small>(.*?)</small>)?</td>', row) for row in rows] == [
         [("done", "✓", "0.5 s"), ("done", "✓", "0.2 s"), ("waiting", "·", "")],
@@ -353,11 +353,22 @@ def test_roles_stand_beside_their_ranks_and_a_rank_without_work_has_an_empty_cel
     assert tabs.LogsTab(model).rank.options[-1] == "rank 4 (replica)"
 
 
+def test_above_the_phases_stand_words_and_never_a_number_that_only_the_lab_knows():
+    def above(name: str) -> list[str]:
+        model = PanelModel(find(name))
+        assert "cycle" not in look.progress_words(RunProgress(1, 9), model.phases, "running")
+        cells: list[str] = re.findall('<th class="kit-cycle"[^>]*>([^<]*)</th>', look.Strip(model).grid.value)
+        return [cell for cell in cells if cell]
+
+    assert above("split")[:2] == ["tokens, plain", "tokens, chunks=1"]
+    assert above("stream") == above("share") == []
+
+
 def test_the_culprit_is_red_and_its_traceback_is_folded():
     model = PanelModel(find("smoke"))
     shown = look.Strip(model)
     model.size = 2
-    model.phases = (PhaseState(1, "talk", "failed", ("waiting", "failed"), (None, None), None),)
+    model.phases = (PhaseState("cycle 1", "talk", "failed", ("waiting", "failed"), (None, None), None),)
     model.failure = EndedBy("raised", "rank 1 raised <b>ValueError</b>\nmore", (1,), "talk", "Traceback:\n  <script>")
     assert shown.grid.value.count('<tr class="kit-culprit">') == 1
     assert '<tr class="kit-culprit"><th class="kit-rank" scope="row">✗ rank 1</th>' in shown.grid.value
@@ -415,6 +426,7 @@ def test_earlier_runs_are_a_menu_with_the_newest_finished_one_first(tmp_path):
     for second, finish in ((1, True), (2, True), (3, False)):
         writer = create_run(tmp_path / "runs", "smoke", {"ranks": 2, "cycles": second}, {}, fault=None)
         if finish:
+            writer.write_verdict(Verdict([VerdictRow("fds_return", 1.0, 0.0, "1", False, "")]))
             writer.finish()
         else:
             writer.finish("it broke")
@@ -424,7 +436,8 @@ def test_earlier_runs_are_a_menu_with_the_newest_finished_one_first(tmp_path):
     menu = ShownRun(model).widget
     assert [folder for _, folder in menu.options] == [folders[1], folders[0], folders[2]]
     assert menu.value == folders[1] == str(model.run.dir)
-    assert " · failed · " in menu.options[2][0]
+    assert " · checks failed · " in menu.options[0][0]
+    assert " · failed · not judged · " in menu.options[2][0]
     menu.value = folders[2]
     assert (str(model.run.dir), model.state) == (folders[2], "idle")
     model.state = "running"
@@ -445,7 +458,7 @@ def test_a_tick_leaves_the_unfolded_traceback_alone():
 
 
 def test_the_bar_says_in_words_how_far_it_is():
-    phases = (DONE, PhaseState(1, "make", "running", ("running", "running"), (None, None), time.monotonic()))
+    phases = (DONE, PhaseState("cycle 1", "make", "running", ("running", "running"), (None, None), time.monotonic()))
     words = look.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
     assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
     assert look.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
@@ -663,8 +676,6 @@ def test_of_many_answers_the_failed_ones_are_written_out():
 
 
 def answer(check, measured, *, passed):
-    from kit.results import VerdictRow
-
     return VerdictRow(check, measured, 1.0, "ratio", passed, "")
 
 

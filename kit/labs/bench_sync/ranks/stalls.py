@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs.bench_sync.lab import HOST
-from kit.labs.bench_sync.ranks.ways import MIB, TIMEOUT_S, host_copy, populated_tensors
+from kit.labs.bench_sync.ranks.ways import TIMEOUT_S, host_copy, populated_tensors
+from kit.machine import MIB
 from kit.measure.host import huge_pages
 from kit.measure.turns import seconds_of, turn_by_turn
 from kit.sync.adopting import Adopting, let_go

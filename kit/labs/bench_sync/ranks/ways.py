@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs.bench_sync.lab import BACK, FILES, HOST, OUT, PEER, WITHIN, place_for
+from kit.machine import MIB
 from kit.measure import host
 from kit.measure.phase import seconds_on_device
 from kit.measure.turns import seconds_of, turn_by_turn
@@ -35,7 +36,6 @@ from kit.train.plain import PlainModel
 
 Tensors = Mapping[tuple[str, int], torch.Tensor]
 Work = Callable[[], object]
-MIB = 2**20
 PAGE = 4096
 NOISE = 8 * MIB
 TIMEOUT_S = 120.0

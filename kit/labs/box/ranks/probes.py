@@ -26,6 +26,7 @@ from torch.multiprocessing import reductions
 from kit import machine, nccl
 from kit.labs.box.lab import DEADLINE_S
 from kit.labs.rankside import Context
+from kit.machine import GIB, MIB
 from kit.measure import resource_counts
 from kit.measure.facts import code_in_words, gpu_code, imported
 from kit.measure.host import map_shared, populate, trim, unmap
@@ -33,7 +34,6 @@ from kit.measure.observers.births import group_facts
 from kit.measure.observers.tensors import tensor_digest
 from kit.measure.phase import current_device, device_memory, host_memory_metrics, seconds_on_device, synchronize
 
-MIB, GIB = 2**20, 2**30
 SHARED = 64 * MIB  # memory that one rank opens of another
 PIECE = 64 * MIB  # what is hashed in one go
 SEVERAL = 10  # groups

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from kit.target import load
 PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be the original ones at the end
 NAMED = 5  # tensors that differ, in records of their own
 SHOWN = 2  # of what differs, in a text
+CLOSED_S = 1.0  # what is still open then does not close by itself
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Offload:
@@ -238,7 +241,7 @@ class Offload:
         self.ctx.record("digest", None, text=digest_of_hashes(hashes))
 
     def rehearse_restore(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Make an allocation of a reload fail on one rank, twice."""
+        """Make allocations of a reload fail on one rank, twice."""
         # Where the kit moves the tensors, `restore` may be called again after an error.
         may_retry = isinstance(self.releaser, KitReleaser) or self._promises_retries()
         if may_retry and self.config.kinds and not self.broken:
@@ -307,14 +310,22 @@ class Offload:
                 return
             self._findings(scene, findings)
             levels.append(self._held())
-        for kind, last in levels.pop().items():
-            highest = max(level[kind] for level in levels)
-            text = f"{highest} until the first time, {last} after the second" if last > highest else ""
-            self.ctx.record("rehearsal_left", max(0, last - highest), text=text, scene=scene, kind=kind)
+        levels.pop()
+        highest = {kind: max(level[kind] for level in levels) for kind in levels[0]}
+        for kind, last in self._held(highest).items():
+            most = highest[kind]
+            text = f"{most} until the first time, {last} after the second" if last > most else ""
+            self.ctx.record("rehearsal_left", max(0, last - most), text=text, scene=scene, kind=kind)
 
-    def _held(self) -> dict[str, int]:
-        gc.collect()
-        return self.watch.held()
+    def _held(self, most: Mapping[str, int] = NOTHING) -> dict[str, int]:
+        """What this process holds. More than `most` has a while to close: a group closes its connections on a thread of its own."""
+        end = time.monotonic() + CLOSED_S
+        while True:
+            gc.collect()
+            held = self.watch.held()
+            if time.monotonic() > end or all(held[kind] <= number for kind, number in most.items()):
+                return held
+            time.sleep(0.01)
 
     def _findings(self, scene: str, findings: Iterable[rehearsals.Finding]) -> None:
         for metric, value, text in findings:

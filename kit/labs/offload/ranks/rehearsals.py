@@ -1,4 +1,4 @@
-"""Failures that the offload lab rehearses: a group that cannot be destroyed, an allocation of a reload that fails on one rank, and errors
+"""Failures that the offload lab rehearses: a group that cannot be destroyed, allocations of a reload that fail on one rank, and errors
 in code that borrows the caller's state."""
 
 from __future__ import annotations
@@ -161,8 +161,9 @@ SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState]) -> Iterator[Finding]:
-    """Let the middle allocation of a reload fail on the last rank, counted in a reload before. Every rank must raise and free its tensors
-    again, the error must name rank and tensor, and a retry must bring every bit back."""
+    """Let the first, the middle and the last allocation of a reload fail on the last rank, in turn on the same released state. Every rank
+    must raise and free its tensors each time, the error must name rank and tensor, and a retry must bring every bit back. After a finding
+    comes the retry at once: from there on the ranks may be at different places."""
     names = StateNames(look())
     released = releaser.release()
     with allocations(names, ctx.device.type) as usual:
@@ -173,27 +174,48 @@ def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState
     released = releaser.release()
     gc.collect()
     level = live_bytes()
-    with allocations(names, ctx.device.type, usual.made // 2 + 1 if ctx.rank == last else 0) as failing:
-        error = error_text(lambda: releaser.restore(released))
-    gc.collect()
-    yield Finding("restore_refused", len(failing.refused))
-    yield Finding("restore_silent", int(error is None))
-    yield Finding("restore_kept", max(0, live_bytes() - level))
+    refused, findings = 0, [Finding("restore_silent", 0), Finding("restore_kept", 0), Finding("restore_unnamed", 0)]
+    places = [("first", 1), ("middle", usual.made // 2 + 1), ("last", max(1, usual.made))]
+    while True:
+        place, number = places.pop(0) if places else ("", 0)
+        with allocations(names, ctx.device.type, number if ctx.rank == last else 0) as tried:
+            error = error_text(lambda: releaser.restore(released))
+        if not on_any_rank(ctx, bool(tried.refused)):
+            break  # it was a retry: there are no more places, or this reload made fewer allocations
+        refused += len(tried.refused)
+        gc.collect()
+        findings = failure_findings(place, error, max(0, live_bytes() - level), tried.refused, last)
+        if on_any_rank(ctx, any(finding.value for finding in findings)):
+            places = []
+    yield Finding("restore_refused", refused)
+    yield from findings
+    yield Finding("retry_raised", int(error is not None), error or "")
+    differing = tensor_differences(before, look().prints())
+    yield Finding("retry_differs", len(differing), "; ".join(map(str, differing[:2])))
 
-    # The refused tensor is known on the rank that refused it alone.
-    own_names = [name for possible in failing.refused for name in possible]
+
+def failure_findings(place: str, error: str | None, kept: int, refused: list[list[str]], last: int) -> list[Finding]:
+    """What a rank did wrong when an allocation failed. The refused tensor is known on the rank that refused it alone."""
     words = error or ""
     unnamed = [] if re.search(rf"rank {last}\b", words) else [f"rank {last}"]
+    own_names = [name for possible in refused for name in possible]
     if own_names and not any(is_named(name, words) for name in own_names):
         unnamed.append("the tensor")
     if not error:
         unnamed = []
-    yield Finding("restore_unnamed", len(unnamed), f"{' and '.join(unnamed)} in: {words}" if unnamed else words)
+    where = f"the {place} allocation failed"
+    return [
+        Finding("restore_silent", int(error is None), where),
+        Finding("restore_kept", kept, where),
+        Finding("restore_unnamed", len(unnamed), f"{' and '.join(unnamed)} in: {words}" if unnamed else words),
+    ]
 
-    second_error = error_text(lambda: releaser.restore(released))
-    yield Finding("retry_raised", int(second_error is not None), second_error or "")
-    differing = tensor_differences(before, look().prints())
-    yield Finding("retry_differs", len(differing), "; ".join(map(str, differing[:2])))
+
+def on_any_rank(ctx: JobContext, value: bool) -> bool:
+    """Whether the value is true on any rank. The ranks meet at the store: after a reload that failed there may be no group."""
+    if ctx.world_size == 1:
+        return value
+    return "yes" in groups.reports("refused", "yes" * value, ctx.rank, ctx.world_size, ctx.config.timeout_s)
 
 
 def is_named(path: str, words: str) -> bool:

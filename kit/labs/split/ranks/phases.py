@@ -1,4 +1,4 @@
-"""The split lab on a rank, one method per phase. `backends.py` has jobs, losses and rows, `rehearse.py` the rehearsed failures."""
+"""The split lab on a rank, one method per phase. `backends.py` has jobs, losses and rows, `rehearsals.py` the rehearsed failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.labs.rankside import Context
 from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import Case, SplitConfig, cases
-from kit.labs.split.ranks import backends, noise, oracle, rehearse
+from kit.labs.split.ranks import backends, noise, oracle, rehearsals
 from kit.labs.split.ranks.backends import Tensors
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups, model
@@ -251,14 +251,14 @@ class SplitSide:
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
-        scene = rehearse.FailingScene(
+        scene = rehearsals.FailingScene(
             backend=self.backend,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
             batches=self.batches,
             config=self.config,
         )
-        for metric, value, text, ids in rehearse.rehearse_all(scene).found:
+        for metric, value, text, ids in rehearsals.rehearse_all(scene).found:
             self.record(metric, value, text=text, **ids)
             if value:
                 print(f"rehearse: {metric} {ids} is {value:g} {text}")
@@ -322,7 +322,7 @@ class SplitSide:
         observed = Observed(backend, job, str(self.device), waits=plain)
         loss, start = self._loss(case.level), {name: value.clone() for name, value in backend.parameters(job).items()}
         step: Any = backend.sync(job) if plain else self._make(job)
-        before = rehearse.replaceable(backend, job)
+        before = rehearsals.replaceable(backend, job)
         hooks_lost: list[str] = []
         wrong_versions = 0
         rate_off = 0.0
@@ -350,7 +350,7 @@ class SplitSide:
                     trained.routers = backends.buffers_of_routers(job)
                 trained.results.append(result)
                 trained.gradients.append(gradients)
-                hooks_lost += rehearse.not_restored(before, rehearse.replaceable(backend, job))
+                hooks_lost += rehearsals.not_restored(before, rehearsals.replaceable(backend, job))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
                     rate_off = max(rate_off, rate_error(result["lr"], observed.rates, number))
@@ -359,7 +359,7 @@ class SplitSide:
         self._judge_updates(f"{way} step below the clip limit, then" if first_loss else way, start, trained)
         self.record("reductions_least", min(reductions))
         self.record("reductions_most", max(reductions))
-        self.record("hooks_lost", len(hooks_lost), text=rehearse.settings_in(hooks_lost))
+        self.record("hooks_lost", len(hooks_lost), text=rehearsals.settings_in(hooks_lost))
         self.record("rate_off", rate_off)
         self.record("wrong_versions", wrong_versions)
         self.record("norm_rounding", oracle.norm_rounding(trained.weights))

@@ -32,7 +32,7 @@ from kit.megatron.serve import (
     pick,
 )
 from kit.train.draws import uniform
-from kit.train.protocol import Batch
+from kit.train.protocol import Batch, SplitStep
 
 Tokens = tuple[int, ...]
 # The right code, before a fault replaces it.
@@ -40,6 +40,7 @@ leave, weights_changed = Engine._leave, Engine.weights_changed
 get_prefix, put_prefix = PrefixCache.get, PrefixCache.put
 reset, sync, decode, request = Replica.reset, Replica.sync, Replica.decode, Replica.request
 record, pause, pause_vllm = TransformersModel.recorded, TransformersModel.pause, VllmModel.pause
+split_microbatch = SplitStep.microbatch
 microbatch, assemble, batch_of, load_saved = Trainer.microbatch, Trainer.assemble, Trainer.batch_of, Trainer.load
 
 
@@ -211,6 +212,14 @@ def masks_the_last(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
     batch = assemble(trainer, rows)
     batch["sample_mask"][trainer.config.group - 1 :: trainer.config.group] = 0.0
     return batch
+
+
+def whitens(step: SplitStep, data: Batch) -> None:
+    inside = data["token_mask"] > 0
+    got = data["advantages"][inside]
+    whitened = torch.zeros_like(data["advantages"])
+    whitened[inside] = (got - got.mean()) / (got.std() + 1e-6)
+    split_microbatch(step, {**data, "advantages": whitened})
 
 
 def divides_by_previous(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:

@@ -20,7 +20,7 @@ from kit.errors import RehearsedError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.ranks.draws import Drawn, evidence, mean_evidence
-from kit.labs.stream.ranks.learned import WatchedLoss, times_learned
+from kit.labs.stream.ranks.learned import EXACT, WatchedLoss, learned
 from kit.labs.stream.ranks.oracle import (
     FedSample,
     Oracle,
@@ -34,7 +34,6 @@ from kit.stream.ports import drifted
 from kit.sync import hashes
 from kit.train.protocol import Batch, Loss
 
-EXACT = 1e-5  # how much a float32 log-probability may differ from that of its version
 MOST_NOISE = {
     torch.float32: EXACT,
     torch.bfloat16: 0.1,
@@ -84,10 +83,12 @@ class Trainer(TrainerActor):
         super().finish(step, update)
         flowed = self.watched.gathered()
         if self.first:
-            times = times_learned(self.watched.loss, self.fed[self.of_update :], flowed)
-            self.ctx.record("learning", len(times), step=step, update=update, passes=len(flowed))
-            for key, number in times.items():
-                self.ctx.record("learned", number, step=step, update=update, **key._asdict())
+            samples = learned(self.watched.loss, self.fed[self.of_update :], flowed, MOST_NOISE[self.dtype])
+            self.ctx.record("learning", len(samples), step=step, update=update, passes=len(flowed))
+            for key, (times, changed) in samples.items():
+                self.ctx.record(
+                    "learned", times, text=", ".join(sorted(changed)), step=step, update=update, **key._asdict()
+                )
 
     def save(self) -> None:
         weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}

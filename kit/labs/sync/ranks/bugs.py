@@ -24,6 +24,8 @@ from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
 from kit.labs.sync.ranks.replica import SyncReplica
+from kit.labs.sync.ranks.scenes import GONE, WHY
+from kit.labs.sync.ranks.side import ANY, error_of
 from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
 from kit.megatron.tensors import Elsewhere, Item
@@ -40,7 +42,7 @@ from kit.sync.serving import Gate, Serving
 from kit.target import replaced
 
 tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
-answers, abandon = Sending.answers, Sending.abandon
+answers, abandon, close_transports = Sending.answers, Sending.abandon, Sending.close
 pass_on, teardown = Sending.pass_on, Sending.teardown
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
@@ -251,8 +253,23 @@ def waits_four_times_as_long(
         sending.sender.timeout_s = before
 
 
+def closes_once_all_is_read(sending: Sending) -> None:
+    """Like a transport whose threads write the rest first."""
+    for transport in sending.transports:
+        waits = True
+        while waits:
+            waits = isinstance(error_of(transport.flush, ANY), PeerSilent)
+    close_transports(sending)
+
+
 def gives_up_without_a_reason(sending: Sending, error: BaseException) -> None:
     abandon(sending, KitError(type(error).__name__))
+
+
+def opens_a_file_when_one_is_gone(sending: Sending, error: BaseException) -> None:
+    if WHY[GONE] in str(error):
+        KEPT.append(os.open(os.devnull, os.O_RDONLY))
+    abandon(sending, error)
 
 
 def takes_any_acknowledgement(sending: Sending) -> None:
@@ -335,6 +352,13 @@ def reads_the_first_bucket_again(call: Call, index: int, buffer: torch.Tensor) -
         common = min(buffer.numel(), vars(call)["first"].numel())
         buffer = torch.cat([vars(call).pop("first")[:common], buffer[common:]])
     apply_bucket(call, index, buffer)
+
+
+def keeps_buckets_that_begin_alike(call: Call, index: int, buffer: torch.Tensor) -> None:
+    kept = vars(host_of(call)).setdefault("kept_buckets", {})
+    if index not in kept or not torch.equal(kept[index][:256], buffer[:256]):
+        kept[index] = buffer.clone()
+    apply_bucket(call, index, kept[index])
 
 
 def reads_an_element_too_far(call: Call, index: int, buffer: torch.Tensor) -> None:

@@ -313,6 +313,7 @@ class OwnReplica(SyncReplica):
     # -- the phases ------------------------------------------------------------------------------------------------------
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.weigh_tensors()
         self.take_base(self.receive)
 
     def refresh(self, cycle: int) -> None:

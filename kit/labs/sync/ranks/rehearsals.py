@@ -14,7 +14,9 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d as c10d
 
 from kit import machine
@@ -39,6 +41,8 @@ from kit.labs.sync.ranks.scenes import (
     PACKED,
     REFILL,
     SILENT,
+    STALLED,
+    STUCK,
     SURE,
     TOO_LATE,
     UNLIKE,
@@ -64,6 +68,7 @@ from kit.target import replaced
 THROUGH = (
     ", through"  # of the name with which a replica tells that a scene is over, or asks whether the sender has given up
 )
+AGAIN = ", again"  # of the name with which it tells what left something open
 
 
 # -- on the trainer --------------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def of_trainer(trainer: SyncTrainer) -> None:
     step(trainer)
     if trainer.sends:
         note(trainer, "accepted", accepted(trainer), "calls that must be refused")
-    named = {scene: fail_sync(trainer, scene, awake, ahead=1) for scene in rehearsed_scenes(trainer.config)}
+    named = fail_syncs(trainer, awake, ahead=1)
     if trainer.config.shares:
         trainer.job.mover.release()
         fail_expansions(trainer, asleep, awake)
@@ -93,7 +98,7 @@ def of_trainer(trainer: SyncTrainer) -> None:
         note(trainer, "compared_again", int(trainer.sends and again == named[WRONG_BYTES]), WRONG_BYTES)
     step(trainer)
     fail_sync(trainer, TOO_LATE, awake, ahead=1)
-    step(trainer)
+    nudge(trainer)
     succeed(trainer, TOO_LATE, awake, ahead=1)
     trainer.update_truth()
     trainer.send_truth(awake)
@@ -104,11 +109,28 @@ def of_trainer(trainer: SyncTrainer) -> None:
 
 def fail_expansions(trainer: SyncTrainer, asleep: Sequence[Target], awake: Sequence[Target]) -> None:
     let_in(trainer, asleep)
-    for scene in rehearsed_scenes(trainer.config, expansion=True):
-        fail_sync(trainer, scene, asleep, ahead=0)
+    fail_syncs(trainer, asleep, ahead=0)
     succeed(trainer, "expansion", asleep, ahead=0)
     trainer.everywhere(set())  # no rank takes its device back while replicas wake
     let_in(trainer, awake)
+
+
+def fail_syncs(trainer: SyncTrainer, targets: Sequence[Target], *, ahead: int) -> dict[str, list[str]]:
+    """All scenes; once more those after which any rank had something open, which may be made once and not by every failure. Returns the
+    tensors that the errors named."""
+    scenes = rehearsed_scenes(trainer.config, expansion=not ahead)
+    trainer.leaving.clear()
+    named = {scene: fail_sync(trainer, scene, targets, ahead=ahead) for scene in scenes}
+    names = [f"{target.name}{AGAIN}" for target in targets]
+    links = trainer.listener.accept(names, PATIENCE * trainer.config.deadline_s) if trainer.sends else {}
+    leaving = trainer.everywhere(trainer.leaving.union(*(link.hello["leaving"] for link in links.values())))
+    again = [scene for scene in scenes if scene in leaving]
+    for link in links.values():
+        link.send({"kind": "turn", "again": again})
+        link.close()
+    for scene in again:
+        fail_sync(trainer, scene, targets, ahead=ahead)
+    return named
 
 
 def let_in(trainer: SyncTrainer, targets: Sequence[Target], suffix: str = "") -> None:
@@ -123,6 +145,16 @@ def let_in(trainer: SyncTrainer, targets: Sequence[Target], suffix: str = "") ->
 def step(trainer: SyncTrainer) -> None:
     with trainer.as_job():
         trainer.job.step()
+
+
+def nudge(trainer: SyncTrainer) -> None:
+    """Change the last number of each trained tensor only: who compares the beginning of a bucket sees no change. A larger change would
+    also grow the rounding of logits in bfloat16."""
+    with trainer.as_job(), torch.no_grad():
+        for chunk in trainer.job.chunks:
+            for parameter in chunk.parameters():
+                if parameter.requires_grad:
+                    parameter.view(-1)[-1] += 0.125
 
 
 def succeed(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
@@ -161,7 +193,8 @@ def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ah
     if waits_in_its_constructor(trainer.config, scene):
         let_in(trainer, targets, THROUGH)
     peers = [target.name for target in targets]
-    wrong = "; ".join(misnamed(trainer, scene, error, active, peers, changed=changed))
+    # A transport with a deadline of its own cannot know who stalls.
+    wrong = "" if scene == STALLED else "; ".join(misnamed(trainer, scene, error, active, peers, changed=changed))
     note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
     note(trainer, "kept_version", int(sender.version != active), scene)
     return sorted(error.tensors) if isinstance(error, SyncFailed) else []
@@ -285,8 +318,7 @@ def of_replica(replica: SyncReplica) -> None:
     else:
         if replica.config.arena == "cache":
             come_in(replica)
-        for scene in rehearsed_scenes(replica.config):
-            endure(replica, scene)
+        endure_all(replica, rehearsed_scenes(replica.config))
         if replica.config.shares:
             come_in(replica)
         endure(replica, MIDDLE)
@@ -301,11 +333,18 @@ def of_replica(replica: SyncReplica) -> None:
 
 
 def endure_expansions(replica: SyncReplica, version: int) -> None:
-    for scene in rehearsed_scenes(replica.config, expansion=True):
-        endure(replica, scene)
+    endure_all(replica, rehearsed_scenes(replica.config, expansion=True))
     take_next(replica, "expansion", version)
     replica.compare_weights(scene="expansion")
     replica.leave()
+
+
+def endure_all(replica: SyncReplica, scenes: Sequence[str]) -> None:
+    replica.leaving.clear()
+    for scene in scenes:
+        endure(replica, scene)
+    for scene in come_in(replica, AGAIN, leaving=sorted(replica.leaving))["again"]:
+        endure(replica, scene)
 
 
 def take_next(replica: SyncReplica, scene: str, wanted: int) -> None:
@@ -379,6 +418,8 @@ def join_failing(replica: SyncReplica, scene: str) -> None:
     with replaced((AT_THE_RECEIVER if replica.fails else AT_THE_OTHERS).get(scene, {})):
         error = error_of((lambda: stay_mute(replica)) if mute else replica.receiver.join, ANY)
     note(replica, "silent", int(error is None), scene)
+    if scene == STALLED and replica.fails:
+        note(replica, "waited_for", int(STUCK in str(error)), scene)
     if waits_in_its_constructor(replica.config, scene):
         come_in(replica, THROUGH)
     hears = scene in (AFTER_CLOSING if replica.config.own_transport else WHY)
@@ -388,13 +429,13 @@ def join_failing(replica: SyncReplica, scene: str) -> None:
         note(replica, "unheard", int(not heard), scene, "" if heard else f"no word of {name} and why: {error}")
 
 
-def come_in(replica: SyncReplica, suffix: str = "") -> None:
-    """Wait for this replica's turn, for as long as all that may come before it."""
+def come_in(replica: SyncReplica, suffix: str = "", **hello: Any) -> dict[str, Any]:
+    """Wait for this replica's turn, for as long as all that may come before it; returns the sender's answer."""
     scenes = len(rehearsed_scenes(replica.config)) + len(rehearsed_scenes(replica.config, expansion=True))
-    limit_s = scenes * PATIENCE * replica.config.deadline_s
+    limit_s = 2 * scenes * PATIENCE * replica.config.deadline_s
     name, address = f"{replica.receiver.name}{suffix}", address_for(replica.ctx, "sync")
-    with call(address, name, peer=SENDER, timeout_s=limit_s) as link:
-        link.expect("turn")
+    with call(address, name, peer=SENDER, timeout_s=limit_s, hello=hello) as link:
+        return link.expect("turn")[0]
 
 
 def stay_mute(replica: SyncReplica) -> None:
@@ -466,6 +507,8 @@ def counting_leftovers(side: Side, scene: str) -> Iterator[None]:
             time.sleep(0.01)
     for metric, number in zip(CLOSING, remaining, strict=True):
         note(side, metric, number, scene)
+    if any(opened):
+        side.leaving.add(scene)
 
 
 def open_now(side: Side) -> tuple[int, int, int]:

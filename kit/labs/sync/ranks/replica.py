@@ -118,12 +118,18 @@ class SyncReplica(Side):
                 device=self.ctx.device,
                 config=settings,
                 chunks=kits.chunks,
-                loader=lambda: torch.no_grad()(Cut(self.destinations(), ()).copy),
+                loader=functools.partial(self.loader, kits),
                 forward=functools.partial(MegatronModel.logits, kits),
                 writing=self.lock,
             )
             kits.receive_by(load(settings.receiver)(ctx), settings.receiver)
         return kits
+
+    def loader(self, kits: MegatronModel) -> Callable[[str, torch.Tensor], None]:
+        """The kit's own load into a model. Your code may ask for it when it is made: before the model serves."""
+        with self.as_job():
+            places = kits.destinations()
+        return torch.no_grad()(Cut(places, ()).copy)
 
     def make_engine(self, weights: Mapping[str, torch.Tensor]) -> LoadedModel:
         settings, config = self.config, replica_model(self.config)
@@ -158,6 +164,7 @@ class SyncReplica(Side):
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """First the trainer offers a base that differs in two numbers, which must be refused; then the base is published."""
+        self.weigh_tensors()
         self.ctx.record("base_accepted", int(error_of(self.receiver.join) is None))
         self.take_base(lambda: self.record_received(self.receiver.join()))
 

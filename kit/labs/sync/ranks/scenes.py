@@ -6,6 +6,7 @@ What fails is a patch by name, as a fault is.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,11 +27,11 @@ from kit.sync.serving import Gate, GateTimeout
 # receiver lacks a tensor (missing), waits for one that is not sent (unsent), or has another dtype or shape (unfit); its transport raises
 # before a bucket in the middle has arrived, the first time that bytes of this version move (middle); it gets bytes that changed after
 # sending (wrong-bytes) or after packing; its transport raises at the last bucket; so does the sender's (both); only the sender's raises
-# (alone); the receiver leaves without a word at a bucket in the middle (gone); it fails when all weights are new (late), or after others
-# have published, or after the version became active; it does not answer a step (silent), or sends no first message (mute).
+# (alone); the receiver leaves without a word at a bucket in the middle (gone), or reads nothing more there (stalled); it fails when all
+# weights are new (late), or after others have published, or after the version became active; it does not answer a step (silent), or sends
+# no first message (mute).
 EXTRA = "rehearsed.weight"
 ALONE = "alone"
-# These scenes run twice, to tell what is made once from what every failure leaves behind.
 LATE, MIDDLE = "late", "middle"
 PACKED, WRONG_BYTES = "packed", "wrong-bytes"
 # A smaller share of the tensors may be none of them, so wrong bytes may arrive unseen. A share above 1 - SURE may be the same tensors for
@@ -40,11 +41,12 @@ TOO_LATE = "activate"
 CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
 REFILL = "refill"  # fails nowhere
 EMPTIED, UNLIKE = "emptied", "unlike"
-GONE, MUTE, SILENT = "gone", "mute", "silent"
+GONE, MUTE, SILENT, STALLED = "gone", "mute", "silent", "stalled"
 SILENCE_S = 2.0  # how long the sender waits for a silent receiver
 LONGER = 0.9  # of what the others wait for the sender, so that they hear it although machines are busy
 # The sender ends these before it has opened its end of a transport, and the receivers may wait for that in their constructors.
 UNOPENED = ("missing", "unsent", "unfit", EMPTIED, UNLIKE)
+STUCK = "the sender did not end the sync"
 LOST = "lost"  # the receivers have lost the weights that were changed, and do not know it
 # No transport is open when these fail. One that is not the kit's may take a failure that comes earlier for bytes.
 AFTER_CLOSING = (LATE, "publish", TOO_LATE, MUTE, SILENT)
@@ -77,6 +79,7 @@ AT_THE_RECEIVER = {
     "transport": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
     "both": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
     GONE: {f"{TRANSPORT}.receive": f"{__name__}:leaves_before_a_bucket_in_the_middle"},
+    STALLED: {f"{TRANSPORT}.receive": f"{__name__}:stalls_before_a_bucket_in_the_middle"},
     LATE: {f"{CALL}.finalize": f"{__name__}:raises_when_all_weights_are_new"},
     "publish": {f"{CALL}.publish": f"{__name__}:raises_after_others_have_published"},
     TOO_LATE: {f"{CALL}.activate": f"{__name__}:raises_after_the_version_became_active"},
@@ -86,6 +89,7 @@ AT_THE_OTHERS = {SILENT: {f"{CALL}.finalize": f"{__name__}:waits_for_the_sender_
 AT_THE_SENDER = {
     MUTE: {f"{SENDING}.run": f"{__name__}:runs_with_a_short_limit"},
     SILENT: {f"{SENDING}.finalize": f"{__name__}:finalizes_with_a_short_limit"},
+    STALLED: {f"{SENDING}.open": f"{__name__}:opens_with_a_short_limit"},
     "both": {f"{SENDING}.open": f"{__name__}:opens_what_raises_in_flush"},
     ALONE: {f"{TRANSPORT}.send": f"{__name__}:raises_at_the_second_bucket"},
     PACKED: {
@@ -103,9 +107,9 @@ def rehearsed_scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[st
     wrong_bytes += (PACKED,) * (config.verify != "none" and config.verify_share == 1)
     if expansion:
         return ("missing", *wrong_bytes, LATE, "publish")
-    at_the_receiver = ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both", GONE)
+    at_the_receiver = ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both", GONE, STALLED)
     # Memory of a version that could not be packed is closed: the next scene makes it again, and the lab sees it as bytes move.
-    return (*at_the_receiver, EMPTIED, UNLIKE, ALONE, LATE, "publish", LATE, SILENT, MUTE)
+    return (*at_the_receiver, EMPTIED, UNLIKE, ALONE, LATE, "publish", SILENT, MUTE)
 
 
 def in_fullest_bucket(layout: Layout) -> tuple[int, list[str]]:
@@ -249,6 +253,24 @@ def leaves_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, i
         for link in transport.links.values():
             link.close()
         raise RehearsedError("the receiver has left")
+    return receive(transport, index, into)
+
+
+def opens_with_a_short_limit(sending: Sending) -> None:
+    """From here to the end of this sync: whatever waits for the receivers first, the transport or the sender. A transport that needs
+    longer to open fails here; whom its error names is not judged."""
+    sending.sender = copy.copy(sending.sender)
+    sending.sender.timeout_s = SILENCE_S
+    for link in sending.links.values():
+        link.wait_at_most(SILENCE_S)
+    open_all(sending)
+
+
+def stalls_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
+    """It reads nothing more and keeps its end open until the sender has left, which must not wait for that."""
+    if index == transport.buckets // 2:
+        left = all(link.ends(max(4 * SILENCE_S, link.timeout_s / 2)) for link in transport.links.values())
+        raise RehearsedError("the stall is over" if left else STUCK)
     return receive(transport, index, into)
 
 

@@ -44,6 +44,7 @@ class Side:
             self.listener = self.scope.enter_context(listen(ctx, "sync"))
         self.group: Any = None
         self.bystander: Bystander | None = None
+        self.leaving: set[str] = set()  # rehearsed failures after which more was open than before
         self.held_first = 0  # bytes of tensors when they were weighed first
         gpu = ""
         if ctx.device.type == "cuda" and not transports.needs_permission():

@@ -16,11 +16,11 @@ import torch
 from kit.labs.sync.lab import ONE_WORLD, SyncConfig
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.machine import MIB
 from kit.sync.buckets import Bound, Key, Spec, Whole, automatic, lay_out
 from kit.sync.cache import Cache, KeptMappings
 from kit.sync.sender import Sender, Target
 
-MIB = 2**20
 TENSOR = 256 * 1024 - 64  # bytes; no multiple of 512, so neighbours in memory are not neighbours in a bucket
 SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
 TURNS = 3

@@ -110,11 +110,11 @@ class Forwards:
         """Logits of the current weights for each prompt, on a separate thread like served forwards. Nothing may be served meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             thread = pool.submit(threading.get_native_id).result()
-            logits = [*pool.map(self.forward, self.prompts)]
+            forwards = [pool.submit(self.forward, prompt) for prompt in self.prompts]
         end = time.monotonic() + SETTLED_S
         while machine.has_thread(thread) and time.monotonic() < end:
             time.sleep(0.001)  # the system still counts a thread that has just been joined
-        return logits
+        return [forward.result() for forward in forwards]
 
     def known_at_rest(self) -> frozenset[str]:
         return known_logits(self.at_rest())

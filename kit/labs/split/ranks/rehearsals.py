@@ -383,8 +383,9 @@ def remainder(scene: FailingScene, batch: Batch) -> None:
 def many_calls(scene: FailingScene, batch: Batch) -> None:
     """A step with a number of tokens that half precision cannot represent. Not tried where that takes too many calls.
 
-    The sum over all data ranks is odd: beyond 2,048 half precision holds even numbers only, so an even sum could come out right."""
-    rows = with_parity(batch, odd=dist.get_rank(split.data_group()) == 0)
+    Every token counts, so that few calls reach it. The sum over all data ranks is odd: beyond 2,048 half precision holds even numbers
+    only, so an even sum could come out right."""
+    rows = with_parity(with_every_token(batch), odd=dist.get_rank(split.data_group()) == 0)
     own_counts = torch.tensor(true_counts(rows), device=scene.job.device)
     least = own_counts.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -395,6 +396,13 @@ def many_calls(scene: FailingScene, batch: Batch) -> None:
     for _ in range(calls):
         scene.feed(rows)
     scene.note_rows(miscounted(scene.step.finish(), calls * own_counts), call=f"step of {calls} calls")
+
+
+def with_every_token(batch: Batch) -> Batch:
+    """The rows with every token counted, those of the prompt too, and no padding."""
+    columns = torch.arange(batch["token_mask"].shape[1], device=batch["token_mask"].device)
+    inside = (columns < batch["input_lengths"][:, None]).to(batch["token_mask"].dtype)
+    return {**batch, "token_mask": inside, "sample_mask": torch.ones_like(batch["sample_mask"])}
 
 
 def with_parity(batch: Batch, *, odd: bool) -> Batch:
@@ -562,7 +570,7 @@ def forward_passes(scene: FailingScene, batch: Batch) -> None:
     passes: list[int] = []
     hook = scene.job.chunks[0].register_forward_pre_hook(lambda *_: passes.append(1))
     scene.begin()
-    scene.feed({**batch, **{name: torch.ones_like(batch[name]) for name in ("token_mask", "sample_mask")}})
+    scene.feed(with_every_token(batch))
     scene.step.finish()
     hook.remove()
     needed = len([*cuts(batch, scene.config.micro_batch)])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.split.lab import SplitConfig
-from kit.labs.split.ranks import rehearse
+from kit.labs.split.ranks import rehearsals
 from kit.megatron import split
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.protocol import Batch, Misuse, SplitStep, StepResult, cuts
@@ -200,7 +200,7 @@ class KeepsGraphs(Step):
 class KeepsBytes(Step):
     def abort(self) -> None:
         super().abort()
-        vars(self.job).setdefault("rows", []).append(torch.zeros(2 * rehearse.KEPT_BYTES))
+        vars(self.job).setdefault("rows", []).append(torch.zeros(2 * rehearsals.KEPT_BYTES))
 
 
 class KeepsUntilAborted(Step):
@@ -227,7 +227,7 @@ class OpensAFile(Step):
     def microbatch(self, data: Batch) -> None:
         try:
             super().microbatch(data)
-        except rehearse.RehearsedError:
+        except rehearsals.RehearsedError:
             weakref.finalize(self.job, os.close, os.open(os.devnull, os.O_RDONLY))
             raise
 
@@ -248,7 +248,7 @@ class KeepsSomethingOnce(Step):
         super()._open()
         job = vars(self.job)
         if "cache" not in job:
-            job["cache"] = (torch.zeros(2 * rehearse.KEPT_BYTES), self.job.table[:1, :1] * 2)
+            job["cache"] = (torch.zeros(2 * rehearsals.KEPT_BYTES), self.job.table[:1, :1] * 2)
             self.job.chunks[0].register_forward_hook(lambda *_: None)
         job.setdefault("history", []).append(torch.zeros(1))
 
@@ -327,9 +327,9 @@ class RunsAgain(Step):
 GROUPS: list[Any] = []
 
 
-def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.FailingScene:
+def scene(step: Callable[[Job], Any], **changed: Any) -> rehearsals.FailingScene:
     backend: Any = Backend()
-    whole = rehearse.FailingScene(
+    whole = rehearsals.FailingScene(
         backend=backend,
         job=None,
         step=None,
@@ -349,44 +349,46 @@ def found(step: Callable[[Job], Any], rehearsal: Any, rows: Batch | None = None,
 
 @pytest.mark.parametrize("step", [Step, Whole, RefusesLate])
 def test_a_remainder_that_counts_or_is_refused(step: Any) -> None:
-    assert found(step, rehearse.remainder) == [0]
+    assert found(step, rehearsals.remainder) == [0]
 
 
 @pytest.mark.parametrize("step", [Drops, CountsAndDrops, TrainsAndForgets])
 def test_a_remainder_that_is_lost(step: Any) -> None:
-    assert found(step, rehearse.remainder) == [1]
+    assert found(step, rehearsals.remainder) == [1]
 
 
 def test_a_remainder_under_other_losses() -> None:
     nll: Any = NegativeLogLikelihood(level="sequences")
-    assert found(CountsAndDrops, rehearse.remainder, loss=nll) == [1]
-    assert found(Step, rehearse.remainder, loss=nll) == [0]
+    assert found(CountsAndDrops, rehearsals.remainder, loss=nll) == [1]
+    assert found(Step, rehearsals.remainder, loss=nll) == [0]
 
 
 def test_a_remainder_of_rows_of_which_one_counts() -> None:
     few = {**batch(), "sample_mask": torch.eye(ROWS)[2]}
-    assert found(Step, rehearse.remainder, few) == [0]
-    assert found(CountsAndDrops, rehearse.remainder, few) == [1]
+    assert found(Step, rehearsals.remainder, few) == [0]
+    assert found(CountsAndDrops, rehearsals.remainder, few) == [1]
 
 
 def test_rows_of_one_leave_no_remainder() -> None:
-    assert found(Drops, rehearse.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
+    assert found(Drops, rehearsals.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
 
 
+@pytest.mark.drawn(1, of="counts")
 @pytest.mark.parametrize("last", [0.0, 1.0])  # with an odd and an even number of tokens
 def test_counts_beyond_half_precision(last: float) -> None:
     rows = batch()
     rows["token_mask"][:] = 1.0
     rows["token_mask"][0, -1] = last
-    assert found(Step, rehearse.many_calls, rows) == [0]
-    assert found(CountsInHalfPrecision, rehearse.many_calls, rows) == [1]
+    assert found(Step, rehearsals.many_calls, rows) == [0]
+    assert found(CountsInHalfPrecision, rehearsals.many_calls, rows) == [1]
 
 
 @pytest.mark.parametrize(("step", "kept"), [(Step, 0), (MakesOne, 0), (Keeps, 1), (KeepsOfAborts, 1)])
 def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
-    assert found(step, rehearse.groups_of_steps) == [kept]
+    assert found(step, rehearsals.groups_of_steps) == [kept]
 
 
+@pytest.mark.drawn(3, of="leftovers")
 @pytest.mark.parametrize(
     ("step", "kept"),
     [
@@ -402,8 +404,8 @@ def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
 )
 def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> None:
     made = scene(step)
-    rehearse.memory_of_steps(made, batch())
-    assert [metric for metric, value, _, _ in made.found] == [f"{name}_kept" for name in rehearse.Kept._fields] * 4
+    rehearsals.memory_of_steps(made, batch())
+    assert [metric for metric, value, _, _ in made.found] == [f"{name}_kept" for name in rehearsals.Kept._fields] * 4
     assert tuple(f"{metric} {ids['end']}" for metric, value, _, ids in made.found if value) == kept
 
 
@@ -411,15 +413,16 @@ def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> N
 def test_rows_that_the_caller_overwrites(step: Any, differs: bool) -> None:
     made = scene(step, batches=[batch()], loss=NegativeLogLikelihood(level="tokens"))
     made.whole(made.batches[0])
-    rehearse.overwritten(made, batch())
+    rehearsals.overwritten(made, batch())
     assert [bool(value) for _, value, *_ in made.found] == [differs]
 
 
 @pytest.mark.parametrize(("step", "wrong"), [(ReportsMetrics, 0), (AddsMeansUp, 1)])
 def test_a_metric_that_is_a_mean(step: Any, wrong: int) -> None:
-    assert found(step, rehearse.mean_metric) == [wrong]
+    assert found(step, rehearsals.mean_metric) == [wrong]
 
 
+@pytest.mark.drawn(3, of="settings")
 @pytest.mark.parametrize(
     ("step", "lost"),
     [
@@ -433,7 +436,7 @@ def test_settings_of_torch_that_a_step_leaves_changed_are_named(step: Any, lost:
     made = scene(step, batches=[batch()])
     grad, dtype, mode = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     try:
-        assert rehearse.broken_microbatch(made, batch(), rehearse.RehearsedError) is not None
+        assert rehearsals.broken_microbatch(made, batch(), rehearsals.RehearsedError) is not None
         made.note_hooks("error in microbatch")
         made.step.abort()
         made.note_hooks("abort")
@@ -455,4 +458,4 @@ def test_what_an_earlier_rehearsal_left_changed_is_still_seen() -> None:
 
 @pytest.mark.parametrize(("step", "repeated"), [(Step, 0), (StoresCopies, 0), (RunsAgain, 2)])
 def test_forward_passes_are_counted(step: Any, repeated: int) -> None:
-    assert found(step, rehearse.forward_passes) == [repeated]
+    assert found(step, rehearsals.forward_passes) == [repeated]
