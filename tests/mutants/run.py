@@ -11,8 +11,8 @@ States:
   unmutated kit. Records that differ between runs of the unmutated kit are not counted; nor is one that differs in only one of two runs of
   the mutant.
 
-Every run has fresh ranks in a reused World: a restart takes a tenth of a second. In each setup the unmutated kit runs three times first and
-must pass.
+Every run has fresh ranks in a reused World: a restart takes a tenth of a second. In each setup the unmutated kit runs first and must pass:
+once, and twice more before the records of a mutant that survived are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.mutants.catalogue import CATALOGUE, SETUPS, Setup, others
 from tests.mutants.mutant import Mutant
 
 RESULTS = Path(__file__).with_name("written.jsonl")
-CONTROLS = 3  # runs of the unmutated kit in each setup, before its mutants
+CONTROLS = 3  # runs of the unmutated kit, before records are compared with theirs
 PATIENCE_S = 20.0  # the World's timeout; its calls take a second or two
 HUNG_S = 150.0  # beyond all deadlines of the labs
 WITHOUT_VALUE = {"s", "B", "B/s"}  # units of values that differ between runs
@@ -79,22 +79,19 @@ class Seen:
 
 @dataclass(slots=True)
 class Control:
-    """The records and results of the unmutated kit in one setup."""
+    """Runs of the unmutated kit in one setup."""
 
-    records: Records
-    noise: set[Key]
-    passed: set[str]
+    runs: list[Seen]
 
-    @classmethod
-    def of(cls, runs: Sequence[Seen]) -> Control:
-        keys = {key for run in runs for key in run.records}
-        noise = {key for key in keys if len({repr(run.records.get(key)) for run in runs}) > 1}
-        return cls(runs[0].records, noise, set(runs[0].passed))
+    @property
+    def passed(self) -> set[str]:
+        return set(self.runs[0].passed)
 
     def unlike(self, seen: Seen) -> list[Key]:
-        """Return the keys of records that differ. NaN equals NaN here."""
-        keys = (self.records.keys() | seen.records.keys()) - self.noise
-        return sorted(key for key in keys if repr(self.records.get(key)) != repr(seen.records.get(key)))
+        """Return the keys of records that are the same in all runs of the unmutated kit and differ here. NaN equals NaN."""
+        keys = {key for run in (*self.runs, seen) for key in run.records}
+        values = {key: {repr(run.records.get(key)) for run in self.runs} for key in keys}
+        return sorted(key for key in keys if len(values[key]) == 1 and repr(seen.records.get(key)) not in values[key])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,8 +196,9 @@ class Runner:
         seen, ran = self.run(setup, mutant)
         by = [check for check in seen.failed if check in control.passed]
         state, differs = seen.state(by), control.unlike(seen)
-        if state == "survived" and differs:  # run again: a record may differ by chance
-            differs = sorted(set(differs) & set(control.unlike(self.run(setup, mutant)[0])))
+        if state == "survived" and differs:  # run again, and without the mutant: a record may differ by chance
+            control = self.control(setup, CONTROLS)
+            differs = sorted(set(control.unlike(seen)) & set(control.unlike(self.run(setup, mutant)[0])))
         judged = {*seen.passed, *seen.failed}
         return Result(
             id=mutant.id,
@@ -215,16 +213,15 @@ class Runner:
             seconds=round(time.monotonic() - started, 1),
         )
 
-    def control(self, setup: Setup) -> Control:
-        """Return the unmutated kit's records in this setup, or in an equal one."""
-        if setup.key not in self.controls:
-            runs = [self.run(setup)[0] for _ in range(CONTROLS)]
-            if failed := next((each for each in runs if each.error or each.failed), None):
-                raise SystemExit(
-                    f"setup {setup.name} fails without a mutant: {failed.error or ', '.join(failed.failed)}"
-                )
-            self.controls[setup.key] = Control.of(runs)
-        return self.controls[setup.key]
+    def control(self, setup: Setup, least: int = 1) -> Control:
+        """Return at least so many runs of the unmutated kit in this setup, or in an equal one. All must pass."""
+        control = self.controls.setdefault(setup.key, Control([]))
+        while len(control.runs) < least:
+            seen, _ = self.run(setup)
+            if seen.error or seen.failed:
+                raise SystemExit(f"setup {setup.name} fails without a mutant: {seen.error or ', '.join(seen.failed)}")
+            control.runs.append(seen)
+        return control
 
     def run(self, setup: Setup, mutant: Mutant | None = None) -> tuple[Seen, int]:
         """Run with fresh ranks."""
