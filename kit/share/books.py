@@ -14,8 +14,9 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
 
+from kit.errors import BadInput
 from kit.results.ledger import Ledger
-from kit.results.records import Row, numbers
+from kit.results.records import Row, numbers, value_in_words
 
 ORDER = ("initialisation", "training", "critic", "logprobs", "reference", "values", "generation")
 RUNS_ON = {
@@ -119,7 +120,13 @@ class DeskLedger(Ledger):
         }
 
     def limit(self, name: str, default: int) -> int:
-        return int(self.limits.get(name, default))
+        value = self.limits.get(name, default)
+        try:
+            return int(value)
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"the row `limits` of the ledger has {name}={value_in_words(value)}; write a whole number"
+            ) from error
 
     @property
     def dead(self) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,18 +61,34 @@ def need_plans(ledger: DeskLedger) -> list[Row]:
     return plans
 
 
-def pipeline_rows(rows: Iterable[Row], name: str) -> list[Row]:
-    """The rows of one pipeline's core, for the checks of `stream`.
+def by_cores(rows: Iterable[Row]) -> bool:
+    """Whether the kit's cores wrote the rows. Another system may say just which core `begins`."""
+    return any("core" in row.ids and row.event != "begins" for row in rows)
 
-    A combined release and request is split into two rows. The core begins when the pipeline is admitted, with all replicas. Its member
-    takes them back at once, because they sleep until the desk wakes them: these rows `joined` have the id `asleep`.
+
+def pipeline_rows(rows: Sequence[Row], name: str) -> list[Row]:
+    """The rows of one pipeline's loop, for the checks of `stream`. A combined release and request is split into two rows."""
+    own = (
+        core_rows(rows, name) if by_cores(rows) else [row for row in rows if row.who == name and row.event != "begins"]
+    )
+    split: list[Row] = []
+    for row in own:
+        if "release" in row.ids:
+            split.append(replace(row, metric="release", ids={**row.ids, "kind": row["release"]}))
+        split.append(row)
+    return split
+
+
+def core_rows(rows: Iterable[Row], name: str) -> list[Row]:
+    """The rows of one pipeline's core: those from an event that it got to the next core's.
+
+    It begins when the pipeline is admitted, with all replicas. Its member takes them back at once, because they sleep until the desk wakes
+    them: these rows `joined` have the id `asleep`.
     """
     own: list[Row] = []
     inside = admitted = False
     for row in rows:
         inside = row["core"] == name if "core" in row.ids else inside
-        if inside and "release" in row.ids:
-            own.append(replace(row, metric="release", ids={**row.ids, "kind": row["release"]}))
         if inside and row.event == "admitted":
             own, admitted = [Row(metric="begins", time=row.time, ids={"core": name})], True
         elif inside and admitted and row.event == "joined" and is_note(row):
@@ -95,6 +111,7 @@ def gives_devices(row: Row, books: Books) -> bool:
 def one_owner(ledger: DeskLedger) -> Violations:
     """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
+    devices = ledger.limit("devices", 0)
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
         if gives_devices(row, books):
@@ -105,6 +122,8 @@ def one_owner(ledger: DeskLedger) -> Violations:
                     owner for owner in owners.get(device, []) if owner != f"{cluster_of(row)} of {row.who}"
                 ]:
                     yield f"{row}: device {device} belongs to {strangers[0]}"
+                if devices and not 0 <= device < devices:
+                    yield f"{row}: there is no device {device} (`limits`: {counted(devices, 'device')})"
             yield from on_others_devices(row, books)
         elif row.event == "taken":
             if seen.get(row["device"], row.who) != row.who:
@@ -115,17 +134,21 @@ def one_owner(ledger: DeskLedger) -> Violations:
         elif row.event in ("died", "gone"):
             seen = {device: name for device, name in seen.items() if name != row.who}
     yield from released_early(ledger)
-    return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
+    return f"devices were assigned {count} times; number of devices: {devices}"
 
 
 def on_others_devices(row: Row, books: Books) -> Iterator[str]:
-    """Yield a violation if a replica wakes on other devices than those that its pipeline registered for it."""
-    if row.event != "expand" or row.who not in books.clusters or row["replica"] not in books.replicas(row.who):
+    """Yield a violation if a replica wakes, or a cluster is granted, on other devices than those that its pipeline registered for it."""
+    registered = books.clusters.get(row.who, {})
+    if row.event == "expand" and registered and row["replica"] in books.replicas(row.who):
+        own, about = books.bundle(row.who, row["replica"]), f"replica {row['replica']} wakes"
+    elif row.event == "granted" and cluster_of(row) in registered:
+        own, about = frozenset(registered[cluster_of(row)]), f"the {cluster_of(row)} is granted work"
+    else:
         return
-    own, given = books.bundle(row.who, row["replica"]), {*numbers(row["devices"])}
-    if given != own:
+    if (given := {*numbers(row["devices"])}) != own:
         there = listed_values(sorted(given)) if given else "none"
-        yield f"{row}: replica {row['replica']} wakes on devices {there}; its own are {listed_values(sorted(own))}"
+        yield f"{row}: {about} on devices {there}; its own are {listed_values(sorted(own))}"
 
 
 def released_early(ledger: DeskLedger) -> Iterator[str]:
@@ -248,13 +271,26 @@ def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
     )
 
 
+def with_base_weights(ledger: DeskLedger) -> Iterator[Row]:
+    """The rows of a ledger. Another system need not write that its replicas serve version 0: then a row `published` follows each that wakes
+    before the first update."""
+    bases = set() if by_cores(ledger.rows) else {row.who for row in ledger.of("clusters")}
+    bases -= {row.who for row in ledger.of("published") if row.get("version") == 0}
+    for row in ledger.rows:
+        yield row
+        if row.event == "bumped":
+            bases.discard(row.who)
+        elif row.event == "expanded" and row.who in bases:
+            yield replace(row, metric="published", ids={**row.ids, "version": 0})
+
+
 def routed_to_awake(ledger: DeskLedger) -> Violations:
     """Are requests sent only to replicas that are awake and have the current weights?"""
     sent = need(ledger, "sent")
     need(ledger, "joined")
     need(ledger, "published", "hold")
     awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
-    for row in ledger.rows:
+    for row in with_base_weights(ledger):
         replica = row.who, row.get("replica")
         if row.event == "joined":
             awake.add(replica)
@@ -273,10 +309,10 @@ def priority_kept(ledger: DeskLedger) -> Violations:
     plans = need_plans(ledger)
     for row, books in ledger.replay():
         if row.event == "plan":
-            granted = {(name, cluster) for name, cluster, _ in ops(row, "grants")}
+            granted = {(name, cluster) for name, cluster, _ in ops(row, "grants") if cluster != "generation"}
             could = before_sharing(books)[2]
             for key in could:
-                if key not in granted:
+                if key not in granted and not makes_room(row, books, {*books.clusters[key[0]][key[1]]}):
                     about = f"{books.waiting[key].kind} of {key[0]}"
                     yield f"{row}: {about} waits although its devices are available; granted: {sorted(granted)}"
             for name, cluster in sorted(granted - {*could}):
@@ -289,6 +325,18 @@ def priority_kept(ledger: DeskLedger) -> Violations:
                 yield f"{row}: the devices of {name}.{cluster} were available for {row.time - begun:.3f} s and no plan was made"
         since = {key: since.get(key, row.time) for key in waiting}
     return f"{len(plans)} plans"
+
+
+def makes_room(plan: Row, books: Books, wanted: set[int]) -> bool:
+    """Whether a plan just frees devices, all that are wanted, for the next one to grant them."""
+    freed = {
+        device
+        for name, _, replicas in ops(plan, "shrinks")
+        for replica in replicas
+        for device in books.bundle(name, replica)
+    }
+    others = any(ops(plan, which) for which in ("grants", "expands"))
+    return not others and not wanted <= books.idle() and wanted <= books.idle() | freed
 
 
 def unplanned(books: Books) -> Iterable[tuple[str, str]]:
@@ -402,11 +450,14 @@ def not_set_up(books: Books, name: str) -> list[str]:
 
 
 def is_needy(books: Books, name: str) -> bool:
-    """Whether a pipeline has no replica but waits to generate, or generates and has work left by its reports (or reports none)."""
+    """Whether a pipeline has no replica but waits to generate, or generates and has work left by its reports (or reports none). One whose
+    own clusters hold devices of all its replicas waits for nobody else."""
     done, target = books.progress(name)
     waits = (name, "generation") in books.waiting
     wants = waits or (name in books.generating and (target > done or not target))
-    return wants and name not in books.leaving and not books.active.get(name)
+    own = {device for who, cluster in books.held if who == name for device in books.clusters[name][cluster]}
+    busy = all(books.bundle(name, replica) & own for replica in books.replicas(name))
+    return wants and not busy and name not in books.leaving and not books.active.get(name)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------------
@@ -453,7 +504,9 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
                 yield f"replica {replica} of {name} frees devices a second time"
             freed |= books.bundle(name, replica)
     free |= freed
-    wanted = [(f"{name}.{cluster}", set(devices)) for name, cluster, devices in ops(row, "grants")]
+    wanted = [
+        (f"{name}.{cluster}", set(devices)) for name, cluster, devices in ops(row, "grants") if cluster != "generation"
+    ]
     for name, _, replicas in ops(row, "expands"):
         for replica in replicas:
             if replica in books.active.get(name, ()) or (name, replica) in books.dead | books.out:
@@ -730,7 +783,7 @@ def empty_set_suspends(ledger: DeskLedger) -> Violations:
     serving: defaultdict[str, set[int]] = defaultdict(set)
     empty: set[str] = set()  # pipelines without a serving replica
     heard = "shrink" if ledger.of("shrink") else "left"  # the event after which a pipeline sends the replica nothing
-    for row in ledger.rows:
+    for row in with_base_weights(ledger):
         name, replica = row.who, row.get("replica")
         if row.event == "published":
             serving[name].add(replica)
@@ -769,7 +822,7 @@ def version_after_wake(ledger: DeskLedger) -> Violations:
     serves: dict[tuple[str, int], int] = {}
     woken: dict[tuple[str, int], Row] = {}
     later: set[tuple[str, int]] = set()  # woke up after version 0
-    for row in ledger.rows:
+    for row in with_base_weights(ledger):
         if row.event == "bumped":
             current[row.who] = row["version"]
         elif row.event == "expanded":
@@ -795,6 +848,7 @@ def version_after_wake(ledger: DeskLedger) -> Violations:
         elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
             yield from bare([woken.pop(replica) for replica in {replica_of(row)} & {*woken}], row.time, limit)
             serves.pop(replica_of(row), None)
+            ordered.pop(replica_of(row), None)
         elif row.event in ("ended", "died", "unregistered"):
             yield from bare([woken.pop(replica) for replica in [*woken] if replica[0] == row.who], row.time, limit)
     yield from bare(woken.values(), ledger.rows[-1].time, limit)

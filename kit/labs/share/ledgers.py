@@ -5,6 +5,7 @@ observers. Also makes checks of ledger rules.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from kit.results.records import Row, Unjudged, numbers
 from kit.results.rules import Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, DeskLedger
-from kit.share.judge import pipeline_rows
+from kit.share.judge import by_cores, pipeline_rows
 from kit.stream import judge as stream
 from kit.stream.history import LoopLedger
 
@@ -55,7 +56,8 @@ def phase_runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[Row]]:
     """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
-    return [*phase_runs(rows_of(events(frame, phase, lab="share", main=MAIN)))]
+    rows = rows_of(events(frame, phase, lab="share", main=MAIN))
+    return [*phase_runs(rows)] if (frame["lab"] == "share").any() else [rows] if rows else []
 
 
 def read_ledgers(frame: pd.DataFrame, phase: str) -> list[DeskLedger]:
@@ -95,11 +97,17 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, Loo
 
 
 def loops_in(rows: Sequence[Row]) -> Iterator[tuple[str, LoopLedger]]:
-    """The ledger of each pipeline's loop, by the pipeline's name."""
-    for row in rows:
+    """The ledger of each pipeline's loop, by the pipeline's name. In another system's ledger new ranks begin with a `capacity` of their
+    own."""
+    for at, row in enumerate(rows):
         if row.event == "capacity" and "pipeline" in row.ids:
             name = str(row["pipeline"])
-            yield name, LoopLedger([row, *pipeline_rows(rows, name)])
+            if by_cores(rows):
+                yield name, LoopLedger([row, *pipeline_rows(rows, name)])
+            else:
+                later = (other for other in rows[at + 1 :] if other.who == name)
+                whole = itertools.takewhile(lambda other: other.event != "capacity", later)
+                yield name, LoopLedger([row, *pipeline_rows([*whole], name)])
 
 
 def judged_loop(loop: LoopLedger) -> Iterator[tuple[str, Measured]]:
