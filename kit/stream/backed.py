@@ -236,7 +236,8 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
             if ledger.resumed and row is first:  # totals may continue those of the earlier run
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
-            yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row, trained)}
+            queue = {"queue": len(ready)} if ledger.by_event["selected"] else {}
+            yield row, {**totals, **version, **queue, **_of_update(ledger, row, trained)}
         if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:
             totals[f"total_{row.event}"] += 1
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0

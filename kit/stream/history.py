@@ -167,9 +167,12 @@ class LoopLedger(Ledger):
         return self.start + bisect_left(self._bumps, row.at)
 
     def version_during(self, trained: Row) -> int:
-        """The version while a group trained, taken at the first row of its step. Without steps or `bumped`: as `trained` states it."""
+        """The version while a group trained: at the first row of its step except `selected`, which may be written while the step before
+        trains. Without `bumped`: as `trained` states it."""
+        if not self._bumps:
+            return trained.number("version")
         step = self._step_of.get(trained.at)
-        return trained.number("version") if step is None or not self._bumps else self.version_at(step.rows[0])
+        return self.version_at(trained if step is None else next(row for row in step.rows if row.event != "selected"))
 
     def oldest(self, group: Id) -> dict[Id, int]:
         """For each sample with tokens, its oldest version according to its spans and to `completed`."""

@@ -91,11 +91,12 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
     batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
     largest = max((max(counts.values(), default=0) for counts in sizes), default=0)
     most = batch // group if batch and group else largest
+    size_known = bool(batch and group) or not ledger.foreign  # another system's updates may vary in size
     excused = 0
     for step, trained in zip(whole, sizes, strict=True):
         updates = sorted(step.finished)
         spare = sum(row["group"] in lost for row in step.of("selected"))
-        for update in updates:
+        for update in updates if size_known else ():
             if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
                 yield f"step {step.id} update {update} trained {counted(trained[update], 'group')}; an optimizer step trains {most}"
         total = sum(trained.values())

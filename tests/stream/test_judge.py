@@ -1288,3 +1288,55 @@ def test_a_replica_that_waits_for_its_weights_is_no_choice(woke: str, crowded: b
     else:
         with pytest.raises(NotMeasured, match="0 requests had a choice"):
             settle(requests_spread(ledger))
+
+
+def ledger_of(*rows: tuple[str, dict[str, Any]]) -> list[Row]:
+    return [{"event": event, "time": float(at), **ids} for at, (event, ids) in enumerate(rows)]
+
+
+def test_a_step_has_the_version_at_its_begin_though_its_groups_were_selected_before() -> None:
+    def rows(generated: int) -> list[Row]:
+        return ledger_of(
+            ("capacity", {"window": 1}),
+            ("completed", {"group": 1, "sample": 0, "version": generated}),
+            ("begin", {"step": 0}),
+            ("finish", {"step": 0}),
+            ("bumped", {"step": 0, "version": 1}),
+            ("begin", {"step": 1}),
+            ("selected", {"group": 1, "step": 2, "version": 1}),
+            ("finish", {"step": 1}),
+            ("bumped", {"step": 1, "version": 2}),
+            ("begin", {"step": 2}),
+            ("trained", {"group": 1, "step": 2, "version": 2}),
+        )
+
+    assert violations(rows(1)) == {}
+    assert "trained at version 2" in violations(rows(0))["no_sample_too_old"]
+
+
+def test_a_version_that_a_trainer_states_is_compared_with_the_bumps() -> None:
+    rows = ledger_of(
+        ("capacity", {"window": 1}),
+        ("completed", {"group": 0, "sample": 0, "version": 0}),
+        *(("bumped", {"version": version}) for version in range(1, 6)),
+        ("trained", {"group": 0, "version": 0}),
+    )
+    assert violations(rows).keys() == {"no_sample_too_old", "version_monotone"}
+
+
+def test_updates_may_vary_where_no_size_is_stated() -> None:
+    updates = [(0, 0, 2), (0, 1, 2), (1, 0, 3), (1, 1, 2)]  # step, update, groups
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for step, update, groups in updates:
+        of = {"step": step, "update": update}
+        rows += [("begin", of), *(("trained", {**of, "group": f"{of} {one}", "version": step}) for one in range(groups))]
+        rows += [("finish", of), *([("bumped", {"step": step, "version": step + 1})] if update else [])]
+    assert violations(ledger_of(*rows)) == {}
+
+
+def test_a_queue_is_not_judged_without_the_groups_that_left_it() -> None:
+    rows = System().run()
+    every("metrics", queue=7)(rows)
+    assert "states queue 7" in violations(rows)["metrics_true"]
+    without("selected")(rows)
+    assert "metrics_true" not in violations(rows)

@@ -394,6 +394,8 @@ def checked_line(line: str, where: str) -> dict[str, Any]:
         if not right or isinstance(value, bool):
             kind = "whole" if name in WHOLE_NUMBERS else "finite"
             raise Unjudged(f"{where}: {name}={value!r} is not a {kind} number")
+    if row["position"] < 0:
+        raise Unjudged(f"{where}: position={row['position']}; positions count from 0")
     if row["step_version"] < row["version"]:
         raise Unjudged(f"{where}: version {row['version']} is newer than the step's, {row['step_version']}")
     ids: dict[str, Any] = row

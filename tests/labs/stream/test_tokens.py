@@ -85,6 +85,7 @@ def test_a_version_that_differs_is_not_hidden_by_version_0(tmp_path: Path, drift
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        ({"position": -1}, "tokens.jsonl, line 3: position=-1; positions count from 0"),
         ({"logprob_engine": None}, "tokens.jsonl, line 3: logprob_engine=None is not a finite number"),
         ({"version": "one"}, "line 3: version='one' is not a whole number"),
         ({"version": 3}, "line 3: version 3 is newer than the step's, 2"),
