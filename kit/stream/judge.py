@@ -408,6 +408,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # versions by replica, the current one last
     late: dict[Id, list[int]] = {}  # versions of replicas that left: answers of a call in progress may arrive later
     held: Row | None = None
+    end_unknown = ledger.foreign and not ledger.by_event["resume"] and bool(ledger.by_event["sent"])  # the end of a hold
     for row in ledger.rows:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
         if row.event in ("joined", "published"):
@@ -422,6 +423,8 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
                 yield f"{row}: dispatch continues before the end of the sync that began in row {began.at}"
             held = None
         elif row.event == "sent" or (row.event == "reserved" and not ledger.foreign):
+            if held and end_unknown and any(held.at < other.at < row.at for other in published):
+                held = None
             yield from _dispatched(row, held, serves, now if bumped else None)
         elif row.event in ("started", "tokens", "completed") and {"replica", "version"} <= row.ids.keys():
             used += 1
@@ -430,7 +433,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
                 yield f"{row}: version {version} is used; the current version is {now}"
             elif version not in serves + late.get(row["replica"], []):
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
-    if held:
+    if held and not end_unknown:
         yield from _still_held(ledger, held)
     yield from _left_behind(ledger)
     if not used:
@@ -459,7 +462,7 @@ def _left_behind(ledger: LoopLedger) -> Iterator[str]:
 def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
-    if end and end.get("why") == "done":
+    if end and end.get("why") == "done" and not ledger.foreign:  # another system may not need the last version
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
         yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"

@@ -287,7 +287,10 @@ def test_a_broken_rule_fails_its_check(fault: str, settings: dict[str, Any], che
     # Without the fault the same system passes; only `waits-at-the-end` and `partial-step` still run out of prompts in the middle of a step.
     if fault not in ("partial-step", "waits-at-the-end"):
         right({name: value for name, value in settings.items() if name != "flat"})
-    found = outcome(check, System(fault=fault, **settings).run())
+    rows = System(fault=fault, **settings).run()
+    if fault == "last-version-unpublished":
+        of_the_kit(rows)
+    found = outcome(check, rows)
     assert isinstance(found, Measured), found
     assert found.value
     assert re.search(why, found.why), found.why
@@ -1383,3 +1386,24 @@ def test_a_hold_for_a_checkpoint_stops_requests_until_it_ends_and_a_prompt_may_b
 
     assert violations(rows(3)) == {}
     assert "dispatched while dispatch was held" in violations(rows(2))["publish_before_use"]
+
+
+def test_a_hold_without_resume_is_judged_up_to_the_publication() -> None:
+    def rows(sent: int) -> list[Row]:
+        moves: list[tuple[str, dict[str, Any]]] = [
+            ("bumped", {"version": 1}),
+            ("hold", {"version": 1}),
+            ("published", {"replica": 0, "version": 1}),
+            ("synced", {"version": 1}),
+        ]
+        moves.insert(sent, ("sent", {"group": 0, "sample": 0, "replica": 0}))
+        started = ("started", {"group": 0, "sample": 0, "replica": 0, "version": 1})
+        return ledger_of(*moves, started, ("ended", {"why": "done"}))
+
+    assert "publish_before_use" not in violations(rows(4))
+    assert "dispatched while dispatch was held" in violations(rows(2))["publish_before_use"]
+
+
+def test_another_system_may_end_without_serving_its_last_version() -> None:
+    rows = System(fault="last-version-unpublished").run()
+    assert "publish_before_use" not in violations(rows)
