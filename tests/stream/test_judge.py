@@ -1407,3 +1407,19 @@ def test_a_hold_without_resume_is_judged_up_to_the_publication() -> None:
 def test_another_system_may_end_without_serving_its_last_version() -> None:
     rows = System(fault="last-version-unpublished").run()
     assert "publish_before_use" not in violations(rows)
+
+
+def test_a_policy_may_repeat_the_samples_of_some_groups() -> None:
+    digests = {0: ("a", "a"), 1: ("b", "c")}
+    rows = [
+        ("completed", {"group": group, "sample": sample, "version": 0, "digest": digest, "length": 8})
+        for group, of_samples in digests.items()
+        for sample, digest in enumerate(of_samples)
+    ]
+    assert "samples_differ" not in violations(ledger_of(*rows))
+    assert "samples_differ" in violations(ledger_of(*rows[:2]))
+
+
+def test_a_second_update_without_its_number_is_named() -> None:
+    rows = ledger_of(*((event, {"step": 0}) for event in ("begin", "finish", "begin", "finish")))
+    assert "needs the id `update`" in violations(rows)["one_step_per_batch"]
