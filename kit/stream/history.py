@@ -168,11 +168,13 @@ class LoopLedger(Ledger):
 
     def version_during(self, trained: Row) -> int:
         """The version while a group trained: at the first row of its step except `selected`, which may be written while the step before
-        trains. Without `bumped`: as `trained` states it."""
+        trains. A row without a step may be written before or after the version rises. Without `bumped`: as `trained` states it."""
         if not self._bumps:
             return trained.number("version")
-        step = self._step_of.get(trained.at)
-        return self.version_at(trained if step is None else next(row for row in step.rows if row.event != "selected"))
+        if (step := self._step_of.get(trained.at)) is not None:
+            return self.version_at(next(row for row in step.rows if row.event != "selected"))
+        now = self.version_at(trained)
+        return now - 1 if trained.get("version") == now - 1 else now
 
     def oldest(self, group: Id) -> dict[Id, int]:
         """For each sample with tokens, its oldest version according to its spans and to `completed`."""

@@ -6,6 +6,7 @@ needs. Rows that contradict each other, or lack an id that other rows of the eve
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -376,10 +377,10 @@ def version_monotone(ledger: LoopLedger) -> Violations:
             latest.pop(row.get("replica", ""), None)
         elif row.event == "published":
             before, after = latest.get(row["replica"]), row.number("version")
-            skips = (
-                not ledger.foreign and before is not None and after > before + 1
-            )  # another system's replica may miss a version
-            if before is not None and (after < before or skips):
+            most = (
+                math.inf if ledger.foreign or before is None else before + 1
+            )  # another system's replica may miss versions
+            if before is not None and not before <= after <= most:
                 yield f"{row}: the replica jumps from version {before} to {after}"
             latest[row["replica"]] = after
     updates = f", {counted(len(finishes), 'update')}" if finishes else ""
@@ -411,6 +412,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # versions by replica, the current one last
     late: dict[Id, list[int]] = {}  # versions of replicas that left: answers of a call in progress may arrive later
     held: Row | None = None
+    bumps_hold = bool(ledger.by_event["hold"]) and not ledger.foreign
     ends_of_holds = [] if _shows_resumes(ledger) else published
     for row in ledger.rows:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
@@ -419,7 +421,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
             late.pop(row.get("replica", ""), None)
         elif row.event in ("left", "died"):
             late |= {row.get("replica", ""): there.pop(row.get("replica", ""), [])}
-        elif row.event == "hold" or (row.event == "bumped" and not ledger.foreign):
+        elif row.event == "hold" or (row.event == "bumped" and bumps_hold):
             held = row  # the kit's loop holds dispatch from the row at which the version rises
         elif row.event == "resume":
             if held and (began := open_sync(ledger.rows[held.at : row.at])):
@@ -438,6 +440,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     if held and not ends_of_holds:
         yield from _still_held(ledger, held)
     yield from _left_behind(ledger)
+    yield from _falls_back(ledger)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
@@ -446,6 +449,23 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
 def _shows_resumes(ledger: LoopLedger) -> bool:
     """Whether a ledger shows when a hold ends. If another system writes no `resume`, dispatch may continue after a publication."""
     return not ledger.foreign or bool(ledger.by_event["resume"]) or not ledger.by_event["sent"]
+
+
+def _falls_back(ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per request that begins with an older version than its replica had published before the request was sent."""
+    newest: dict[Id, Row] = {}  # by replica
+    sent: dict[tuple[Id, Id], Row] = {}
+    for row in ledger.rows:
+        if row.event == "published":
+            newest[row["replica"]] = row
+        elif row.event in ("left", "died"):
+            newest.pop(row.get("replica", ""), None)
+        elif row.event == "sent":
+            sent[row["group"], row["sample"]] = row
+        elif row.event == "started" and "version" in row.ids and row.get("replica", "") in newest:
+            order, published = sent.get((row["group"], row["sample"])), newest[row["replica"]]
+            if order and order.at > published.at and row.number("version") < published.number("version"):
+                yield f"{row}: begins with version {row['version']}; row {published.at} published version {published['version']} there"
 
 
 def _left_behind(ledger: LoopLedger) -> Iterator[str]:
@@ -634,9 +654,7 @@ def samples_differ(ledger: LoopLedger) -> Violations:
                 )
     if not judged:
         raise NotMeasured(f"no group has 2 samples of at least {FEWEST} tokens")
-    if (
-        2 * len(equal) > judged
-    ):  # a policy that has converged repeats some samples; random numbers that are reset, nearly all
+    if 2 * len(equal) > judged:  # a converged policy repeats some samples; random numbers that are reset, nearly all
         yield from equal
     return f"{counted(judged, 'group')} compared"
 

@@ -1423,3 +1423,24 @@ def test_a_policy_may_repeat_the_samples_of_some_groups() -> None:
 def test_a_second_update_without_its_number_is_named() -> None:
     rows = ledger_of(*((event, {"step": 0}) for event in ("begin", "finish", "begin", "finish")))
     assert "needs the id `update`" in violations(rows)["one_step_per_batch"]
+
+
+def test_a_row_without_its_step_may_be_written_after_the_version_rises() -> None:
+    for after in (False, True):
+        rows = [("bumped", {"version": 1}), ("trained", {"group": 0, "version": 0})]
+        begin = [("capacity", {"window": 0}), ("completed", {"group": 0, "sample": 0, "version": 0})]
+        assert violations(ledger_of(*begin, *(rows if after else reversed(rows)))) == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "sent_later", "falls_back"), [(1, True, False), (0, True, True), (0, False, False)]
+)
+def test_a_request_begins_with_the_version_that_its_replica_published_last(
+    version: int, sent_later: bool, falls_back: bool
+) -> None:
+    rows: list[tuple[str, dict[str, Any]]] = [("published", {"replica": 0, "version": 0}), ("bumped", {"version": 1})]
+    rows.append(("published", {"replica": 0, "version": 1}))
+    rows.insert(3 if sent_later else 1, ("sent", {"group": 0, "sample": 0, "replica": 0}))
+    rows.append(("started", {"group": 0, "sample": 0, "replica": 0, "version": version}))
+    why = violations(ledger_of(*rows)).get("publish_before_use", "")
+    assert ("published version 1 there" in why) is falls_back
