@@ -66,6 +66,10 @@ MENDED = {
     ("sync-receiver-dies", "logits_equal"): (None, "logits were compared for the base only, before a receiver died"),
     ("stream-double-bump", "order_fair"): (False, "groups were selected before the version that they were meant for"),
     ("offload-stale-globals", "nothing_piles_up"): (None, "only cycles of the control had piled nothing up"),
+    ("stream-stamp-at-publish", "publish_before_use"): (
+        False,
+        "requests began with an older version than their replica had published before they were sent",
+    ),
     ("stream-waits-at-the-end", "logger_is_harmless"): (None, "a loop that hangs shows nothing of its logger"),
 }
 

@@ -53,7 +53,14 @@ ALSO = {
     "clear-fails-after-finish": {"version_monotone"},
     # With keys and values of another version, the log-probabilities of later tokens match no version, or another one.
     "stamp-after-reply": {*OF_TOKENS, "no_stale_prefix", "stamps_per_token", "metrics_true"},
-    "stamp-at-publish": {*OF_TOKENS, "resume_equals", "no_stale_prefix", "no_sample_too_old", "stamps_per_token"},
+    "stamp-at-publish": {
+        *OF_TOKENS,
+        "resume_equals",
+        "no_stale_prefix",
+        "no_sample_too_old",
+        "stamps_per_token",
+        "publish_before_use",
+    },
     "one-stamp-per-group": {*OF_TOKENS, "no_stale_prefix", "no_sample_too_old", "metrics_true"},
     "rng-reset": {"draws_independent"},
     "temperature-mismatch": OF_TOKENS,
