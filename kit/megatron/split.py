@@ -241,8 +241,10 @@ class MegatronSync:
 
 
 def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Outputs]:
-    """Run Megatron's schedule over these microbatches. `loss` is summed: divisions by the schedule and DDP are undone."""
-    undo = len(pieces) * (1 if job.chunks[0].config.calculate_per_token_loss else data_ranks())
+    """Run Megatron's schedule over these microbatches. `loss` is summed: divisions by the schedule and DDP are undone. Ranks of a context
+    group have the same whole rows, which DDP sums or averages too: each counts for its share."""
+    summed = job.chunks[0].config.calculate_per_token_loss
+    undo = len(pieces) * (1 / dist.get_world_size(context_group()) if summed else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}
@@ -331,7 +333,12 @@ def modes(chunks: list[Any]) -> tuple[bool, ...]:
 
 
 def data_group() -> Any:
+    """The ranks with other rows: one of each replica, and of each context group."""
     return parallel_state().get_data_parallel_group()
+
+
+def context_group() -> Any:
+    return parallel_state().get_context_parallel_group()
 
 
 def data_ranks() -> int:

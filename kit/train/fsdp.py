@@ -1,12 +1,13 @@
 """Training steps on FSDP2 (`fully_shard`, DTensor parameters): the job, the plain step, and the step that is cut into a stream.
 
-The job is a plain model, its AdamW and its schedule; one group of ranks, all of them data ranks, over gloo on the host and NCCL on GPUs.
-Gradients are sums over the ranks, never means. bfloat16 computes on copies: the parameters that are kept and updated are float32, and so
+The job is a plain model, its AdamW and its schedule, sharded over all ranks; over gloo on the host and NCCL on GPUs. All are data ranks, or
+the ranks of a context group have the same rows and share their columns (kit.train.columns): then rows are counted once, over the data ranks.
+Gradients are sums over all ranks, never means. bfloat16 computes on copies: the parameters that are kept and updated are float32, and so
 are the reductions. Limits: every rank holds the full weights while the job is built.
 
 Sync learns the true counts first and divides each loss by them. Split runs raw sums, and divides the gradients once they are reduced. Both
 reduce once, in the backward pass of the step's last microbatch: the split step holds one microbatch back, since only finish() tells which
-was the last. Ranks may have different numbers of microbatches, or no rows: dummies fill up, and nobody counts them.
+was the last. Data ranks may have different numbers of microbatches, or no rows: dummies fill up, and nobody counts them.
 
 Where the gradients are not finite nothing is updated and the schedule stays, as Megatron's trainer has it; the version ticks all the same.
 Between the update and the result nothing is left that can fail.
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import tensor_digest
+from kit.train.columns import Columns
 from kit.train.options import Settings
 from kit.train.plain import PlainModel, from_weights, next_logprobs, plain_logprobs
 from kit.train.protocol import (
@@ -91,7 +93,8 @@ class ClippedAdamW(torch.optim.AdamW):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class FsdpJob:
-    """A live job on this rank. `group` are the data ranks, which are all."""
+    """A live job on this rank. `group` are the data ranks: with context parallelism one rank of each context group, which has the same rows
+    as the others. `everyone` are all ranks, each with its shard of every parameter."""
 
     model: PlainModel
     optimizer: ClippedAdamW
@@ -99,6 +102,7 @@ class FsdpJob:
     settings: Settings
     device: torch.device
     group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
     batching: Batching
     token_budget: int
 
@@ -117,14 +121,24 @@ def build_fsdp(
     device: torch.device,
     batching: Batching = "fixed",
     token_budget: int = 0,
+    data_group: dist.ProcessGroup | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> FsdpJob:
-    """The job over all ranks; every rank calls it with the same full weights. `token_budget` is for "dynamic" and "packed"."""
+    """The job over all ranks; every rank calls it with the same full weights. `token_budget` is for "dynamic" and "packed". With context
+    parallelism, `context_group` are the ranks that get the same rows as this one, and `data_group` those at its place in the other groups.
+    """
     if batching != "fixed" and token_budget < 1:
         raise BadInput(
             f"token_budget={token_budget} is not allowed with batching={batching!r}: give the most tokens of a microbatch"
         )
+    parts = [dist.get_world_size(group) for group in (data_group, context_group) if group is not None]
+    if parts and math.prod(parts) != dist.get_world_size():
+        raise BadInput(
+            f"data_group and context_group must both be given, and divide {dist.get_world_size()} ranks; these have {parts} ranks"
+        )
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     model = from_weights(geometry, weights, dtype=kept, device=device)
+    model.columns = Columns(context_group) if context_group is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept) if kept != dtype else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
@@ -142,7 +156,8 @@ def build_fsdp(
         scheduler=Schedule(optimizer, settings),
         settings=settings,
         device=device,
-        group=mesh.get_group(),
+        group=data_group or mesh.get_group(),
+        everyone=mesh.get_group(),
         batching=batching,
         token_budget=token_budget,
     )
@@ -303,7 +318,7 @@ class Steps:
             pieces = microbatches(data, self.job.batching, mbs=mbs, token_budget=self.job.token_budget)
         except KitError as error:
             refused = error
-        most, any_refused = self._over_ranks([len(pieces), refused is not None], dist.ReduceOp.MAX)
+        most, any_refused = self._over([len(pieces), refused is not None], dist.ReduceOp.MAX, self.job.everyone)
         if refused:
             raise refused
         if any_refused:
@@ -340,8 +355,7 @@ class Steps:
         """Update weights and schedule, or neither if loss or gradients are not finite. The rates returned are the ones used."""
         optimizer, limit = self.job.optimizer, self.job.settings.clip
         lr, wd = (float(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay"))
-        own = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in local_gradients(optimizer)]
-        norm = math.sqrt(self._over_ranks([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM)[0])
+        norm = self._norm()
         updated = math.isfinite(norm) and math.isfinite(table["loss"])
         optimizer.scale = limit / (norm + 1e-6) if limit > 0 else 1.0
         if updated:
@@ -351,9 +365,14 @@ class Steps:
             optimizer.zero_grad()
         return step_result(table, norm=norm, rates=(lr, wd), counts=(sequences, tokens), updated=updated)
 
-    def _over_ranks(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _norm(self) -> float:
+        """Of the gradients over all ranks: those of a context group have different shards."""
+        own = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in local_gradients(self.job.optimizer)]
+        return math.sqrt(self._over([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM, self.job.everyone)[0])
+
+    def _over(self, values: list[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[float]:
         own = torch.tensor(values, dtype=torch.float64, device=self.job.device)
-        dist.all_reduce(own, op=op, group=self.job.group)
+        dist.all_reduce(own, op=op, group=group)
         done: list[float] = own.tolist()
         return done
 
@@ -367,7 +386,7 @@ class FsdpSync(Steps):
         """One step on this rank's rows. If it raises, weights, optimizer and schedule are as before."""
         try:
             forget_gradients(self.job)
-            sequences, tokens = self._over_ranks(counts(data).tolist(), dist.ReduceOp.SUM)
+            sequences, tokens = self._over(counts(data).tolist(), dist.ReduceOp.SUM, self.job.group)
             by = {"tokens": max(tokens, 1.0), "sequences": max(sequences, 1.0)}
             pieces = self.cut(data, mbs) or [DUMMY]
             seen = []

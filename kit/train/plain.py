@@ -1,8 +1,9 @@
 """A GPT in plain torch with the shape of the Megatron job and Hugging Face's Qwen2 names for its parameters.
 
 RMSNorm, SwiGLU, grouped-query attention, rotary positions (the two halves of a head turned), tied head. With experts, a token goes to the
-two with the highest scores. Runs in float32, bfloat16 and float64 on any device. Limits: no dropout, no activation recomputation; padding
-must be at the end of rows.
+two with the highest scores. Runs in float32, bfloat16 and float64 on any device. With `columns`, a rank of a context group computes its
+part of the rows only; `next_logprobs` returns whole rows all the same. Limits: no dropout, no activation recomputation; padding must be at
+the end of rows.
 
 `Numerics` are the settings of how exactly this process computes: deterministic kernels, and float32 products without TF32. Whatever is set
 is put back by whoever set it: `Numerics.now()` before, `restore()` at the end. No GPU has confirmed it yet.
@@ -18,6 +19,8 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 from torch.nn import functional
+
+from kit.train.columns import Columns, part_of
 
 if TYPE_CHECKING:
     from kit.megatron.config import Geometry
@@ -56,6 +59,7 @@ class Attention(nn.Module):
         allowed: torch.Tensor | None,
         cache: Cache | None,
         start: int,
+        columns: Columns | None,
     ) -> torch.Tensor:
         rows, length, hidden = x.shape
         split = (rows, length, -1, self.head)
@@ -66,6 +70,8 @@ class Attention(nn.Module):
             for kept, new in zip(cache, (k, v), strict=True):
                 kept[:, :, start : start + length] = new
             k, v = (kept[:, :, : start + length] for kept in cache)
+        if columns is not None:
+            k, v = columns.keys_and_values(k, v)
         k, v = (heads.repeat_interleave(self.repeat, dim=1) for heads in (k, v))
         causal = allowed is None and cache is None
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal)
@@ -130,6 +136,8 @@ class Body(nn.Module):
 class PlainModel(nn.Module):
     """`model.layers.N...` as Hugging Face names them. Made without weights: see `from_weights`."""
 
+    columns: Columns | None = None  # set where ranks of a context group share the columns of their rows
+
     def __init__(
         self,
         geometry: Geometry,
@@ -153,18 +161,24 @@ class PlainModel(nn.Module):
         """Logits, [rows, length, vocab], float32 (float64 in float64).
 
         `segments` numbers the sequences that share a row: a token attends only to earlier tokens of its own sequence. With a `cache` the
-        tokens stand at `start` and see what is cached before, and each other.
+        tokens stand at `start` and see what is cached before, and each other. With `columns`, and without a cache, the logits are those of
+        this rank's part of the columns, and every rank of the group makes the same call with the same rows.
         """
+        columns = self.columns if cache is None else None
         length = input_ids.shape[1]
         if positions is None:
             positions = torch.arange(start, start + length, device=input_ids.device)[None]
+        allowed = None if segments is None else _allowed(segments)
+        if columns is not None:
+            sequences = torch.zeros_like(positions) if segments is None else segments
+            allowed = part_of(_allowed(columns.padded(sequences, fill=-1)), columns.group, 2)  # padding sees no token
+            input_ids, positions = columns.own(input_ids), columns.own(positions)
         x = self.model.embed_tokens(input_ids)
         turn = _angles(self.geometry, positions, x.dtype)
-        allowed = None if segments is None else _allowed(segments)
         if cache and length > 1:
             allowed = torch.ones(length, start + length, dtype=torch.bool, device=input_ids.device).tril(start)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, turn, allowed, cache[index] if cache else None, start)
+            x = layer(x, turn, allowed, cache[index] if cache else None, start, columns)
         logits = functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -210,9 +224,13 @@ def next_logprobs(
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[rows, length]: column t has the log-probability of token t + 1. The last column has no meaning."""
+    columns: Columns | None = getattr(model, "columns", None)
     logits = model(input_ids, positions, segments)
-    following = input_ids.roll(-1, dims=1).flatten()
-    return -functional.cross_entropy(logits.flatten(0, 1), following, reduction="none").view(input_ids.shape)
+    following = input_ids.roll(-1, dims=1)  # of whole rows: the token after a part's last column is in the next part
+    if columns is not None:
+        following = columns.own(following)
+    scored = -functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").view(following.shape)
+    return scored if columns is None else columns.whole(scored, input_ids.shape[1])
 
 
 def plain_logprobs(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ EXPERTS = {"ep": 2, "experts": 4, "reduce": "mean", "level": "sequences"}
 CLIPPED = ("grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo")
 STEP = "kit.megatron.split:MegatronSplit"
 BUGS = "kit.labs.split.ranks.bugs"
+ON_FSDP2 = {"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)}
+ON_PARTS = {"backend": ("fsdp2",), "cp": (2, 3, 4, 8)}
 ON_MEGATRON = {"implementation": (KIT_SPLIT,), "backend": ("megatron",)}
 
 OF_THE_STEP = exposed_by(
@@ -259,7 +261,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "padding bins of a data-parallel rank are counted as valid",
         "replicas_counted_once",
         set={"backend": "fsdp2", "batching": "packed", "token_budget": 48, "layers": 1, "microbatches": 5},
-        needs={"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)},
+        needs=ON_FSDP2,
         patch={"kit.train.fsdp:FsdpSplit.fill": f"{BUGS}:pads_with_real_rows"},
     ),
     Fault(
@@ -267,8 +269,40 @@ FAULTS = OF_THE_STEP + exposed_by(
         "the microbatch that is held back until finish is the caller's rows, not a copy",
         "rows_copied",
         set={"backend": "fsdp2"},
-        needs={"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)},
+        needs=ON_FSDP2,
         patch={"kit.train.fsdp:FsdpSplit._run": f"{BUGS}:holds_the_callers_rows"},
+    ),
+    Fault(
+        "keys-gradient-of-own-part",
+        "the gradient of keys and values is not summed over the context group, in the plain and in the split step",
+        "oracle",
+        set={"backend": "fsdp2", "cp": 2},
+        needs=ON_PARTS,
+        patch={"kit.train.columns:slope_of_keys": f"{BUGS}:keeps_its_own_part"},
+    ),
+    Fault(
+        "scaled-by-cp",
+        "gradients are too large by the size of the context group, in the plain and in the split step",
+        "oracle",
+        set={"backend": "fsdp2", "cp": 2},
+        needs=ON_PARTS,
+        patch={"kit.train.columns:slope_of_scores": f"{BUGS}:sums_whole_slopes"},
+    ),
+    Fault(
+        "context-ranks-counted",
+        "sequences and tokens are counted over all ranks, context ranks included",
+        "replicas_counted_once",
+        set={"backend": "fsdp2", "cp": 2},
+        needs={**ON_FSDP2, **ON_PARTS},
+        patch={"kit.train.fsdp:FsdpSplit._true_counts": f"{BUGS}:counts_context_ranks"},
+    ),
+    Fault(
+        "norm-of-data-ranks",
+        "the norm to clip by has the shards of the data ranks only, in the plain and in the split step",
+        "update",
+        set={"backend": "fsdp2", "cp": 2},
+        needs={**ON_FSDP2, **ON_PARTS},
+        patch={"kit.train.fsdp:Steps._norm": f"{BUGS}:leaves_out_context_ranks"},
     ),
     Fault(
         "mask-not-shifted",

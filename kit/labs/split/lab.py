@@ -67,7 +67,7 @@ class SplitConfig(JobConfig):
     ] = "megatron"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
-    cp: Annotated[int, Option("context parallel size; only 1, because both backends need whole sequences", low=1)] = 1
+    cp: Annotated[int, Option("context parallel size: ranks that share the columns of their rows; needs backend=fsdp2", low=1, high=64)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
     experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
     aux_loss: Annotated[float, Option("coefficient of the load-balancing loss", low=0, high=10)] = 0.01
@@ -163,9 +163,8 @@ class SplitConfig(JobConfig):
         repeats = len(set(self.chunks)) < len(self.chunks)
         refuse_if(repeats, f"chunks={list(self.chunks)} repeats a number: give each number once")
         refuse_if(
-            self.cp > 1,
-            f"cp={self.cp} is not supported: a split step counts, shifts and masks the tokens of whole rows, and neither Megatron's local "
-            "attention nor the plain model of backend=fsdp2 works on a part of a sequence; leave out cp",
+            self.cp > 1 and self.backend == "megatron",
+            f"cp={self.cp} needs backend=fsdp2: Megatron's local attention does not work on a part of a sequence",
         )
         check(model_config(self), self.ranks)
         refuse_if(
@@ -182,7 +181,7 @@ class SplitConfig(JobConfig):
         )
         refuse_if(
             self.backend == "fsdp2" and (self.tp, self.pp, self.experts) != (1, 1, 0),
-            "backend=fsdp2 supports data parallelism only: leave out tp, pp and experts",
+            "backend=fsdp2 supports data and context parallelism only: leave out tp, pp and experts",
         )
         refuse_if(
             self.backend == "megatron" and self.batching != "fixed",
@@ -218,7 +217,7 @@ class SplitConfig(JobConfig):
 
     @property
     def data_ranks(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.cp)
 
     @property
     def batch(self) -> int:

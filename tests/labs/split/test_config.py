@@ -25,14 +25,16 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"tp": 3}, "tp=3 does not divide 4 heads"),
         ({"tp": 2, "ranks": 3}, "tp\\*pp=2 does not divide ranks=3"),
         ({"pp": 3, "ranks": 3}, "pp=3 does not divide 4 layers"),
-        ({"cp": 2}, "cp=2 is not supported: a split step counts, shifts and masks the tokens of whole rows"),
-        ({"cp": 2, "backend": "fsdp2"}, "plain model of backend=fsdp2 works on a part of a sequence; leave out cp"),
+        ({"cp": 2}, "cp=2 needs backend=fsdp2: Megatron's local attention does not work on a part of a sequence"),
+        ({"cp": 2, "backend": "fsdp2", "ranks": 3}, r"cp=2 does not divide ranks=3; use a multiple of 2, or set cp=1"),
+        ({"cp": 0}, "cp must be a whole number from 1 to 64, not 0"),
+        ({"cp": 2, "backend": "fsdp2", "masks": "empty-rank"}, "needs at least 2 data-parallel ranks"),
         ({"ep": 2}, "ep=2 needs a model with experts: set experts to a multiple of 2"),
         ({"ep": 2, **EXPERTS, "experts": 3}, "ep=2 does not divide 3 experts"),
         ({"router_bias": True}, "router_bias=true needs a model with 3 or more experts"),
         ({"experts": 4}, "experts need reduce=mean"),
         ({**EXPERTS, "tp": 2}, "Megatron asks for tp=1"),
-        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 supports data parallelism only: leave out tp, pp and experts"),
+        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 supports data and context parallelism only: leave out tp, pp and experts"),
         ({"backend": "fsdp2", "pp": 2}, "leave out tp, pp and experts"),
         ({"backend": "fsdp2", **EXPERTS}, "leave out tp, pp and experts"),
         ({"batching": "packed"}, "batching=packed needs backend=fsdp2"),
@@ -91,6 +93,11 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     split_fits(SplitConfig(size="125m", layers=2, steps=1))
     with pytest.raises(BadInput, match="for the gradients of 9 steps"):
         kit.lab("split", size="qwen2.5-0.5b", steps=9)
+
+
+def test_ranks_that_share_columns_are_one_data_rank() -> None:
+    config = SplitConfig(backend="fsdp2", ranks=6, cp=3, masks="empty-rank")
+    assert (config.data_ranks, config.batch) == (2, 2 * config.microbatches * config.micro_batch)
 
 
 def test_each_level_has_its_plain_step_before_its_cuts() -> None:

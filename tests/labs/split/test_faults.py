@@ -59,6 +59,10 @@ ALSO = {
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
     "sums-means": set(),
     "keeps-rows": set(),
+    "keys-gradient-of-own-part": {"backends_agree"},
+    "scaled-by-cp": {"backends_agree"},
+    "context-ranks-counted": GRADIENTS | NUMBERS | {"update"},
+    "norm-of-data-ranks": {"ranks_agree"},
 }
 WITHIN_ROUNDING = {fault.name for fault in FAULTS if "dtype" in fault.needs}  # of bfloat16, where they are refused
 SMALLER = {"layers": 1, "microbatches": 5}
@@ -124,6 +128,7 @@ def test_every_fault_is_known_here() -> None:
         ("late-lr", {"implementation": "own_split:Trainer"}, f"use implementation={KIT_SPLIT}"),
         ("dummy-bins-counted", {"backend": "megatron", "batching": "fixed"}, "use backend=fsdp2"),
         ("weights-cancel", {"recipe": "nll"}, "use recipe=grpo or dapo"),
+        ("scaled-by-cp", {"cp": 1}, "use cp=2 or 3"),
         ("mask-not-shifted", {"loss": "mine:Reinforce"}, f"use loss={KIT_LOSS}"),
     ],
 )

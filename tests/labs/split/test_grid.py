@@ -31,7 +31,12 @@ MEGATRON: dict[str, Config] = {
     "tp2 pp2": {"ranks": 4, "tp": 2, "pp": 2},
     "dp4": {"ranks": 4},
 }
-FSDP2: dict[str, Config] = {"dp2": {"ranks": 2}, "dp4": {"ranks": 4}}
+FSDP2: dict[str, Config] = {
+    "dp2": {"ranks": 2},
+    "cp2": {"ranks": 2, "cp": 2},
+    "dp4": {"ranks": 4},
+    "cp2 dp2": {"ranks": 4, "cp": 2},
+}
 BATCHING = {"fixed": {}, "dynamic": {"token_budget": 48}, "packed": {"token_budget": 48}}
 SWITCHES = ("overlap", "distributed optimizer")
 
@@ -52,7 +57,7 @@ def every_config() -> dict[str, Config]:
 
 
 def masks_of(config: Config) -> tuple[str, ...]:
-    data_ranks = config["ranks"] // (config.get("tp", 1) * config.get("pp", 1))
+    data_ranks = config["ranks"] // (config.get("tp", 1) * config.get("pp", 1) * config.get("cp", 1))
     return ("ragged", "full", "empty-rank") if data_ranks > 1 else ("ragged", "full")
 
 
@@ -105,7 +110,7 @@ def test_the_part_that_is_run_here_has_every_pair():
 
 
 def test_the_grid_is_every_combination():
-    assert len(GRID) == 3 * 3 * 4 + 3 * 2 * 4 + 2 * 3 * 3
+    assert len(GRID) == 3 * 3 * 4 + 3 * 2 * 4 + 3 * 3 * 3 + 2 * 3
     configs = [configure(LAB, {**COMMON, **config}, None) for config in GRID.values()]
     assert len(set(configs)) == len(GRID)
     assert {config.chunks for config in configs} == {(1, 2, 5, 0)}

@@ -180,6 +180,17 @@ def test_both_backends_are_compared(split: Split) -> None:
     assert "between Megatron and FSDP2 in step 1" in why(verdict, "backends_agree")
 
 
+@pytest.mark.parametrize(
+    "batching", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fixed", "dynamic"))]
+)
+def test_ranks_that_share_columns_train_as_one(split: Split, batching: str) -> None:
+    small = {"steps": 2, "layers": 1, "microbatches": 2, "chunks": [1, 2], "level": "tokens"}
+    verdict = split(backend="fsdp2", cp=2, batching=batching, length=27, **small).verdict()
+    assert failed(verdict) == set()
+    assert unanswered(verdict) == (set() if batching == "fixed" else {"means_averaged", "one_pass"})
+    assert {row.measured for row in verdict if row.check in ("ranks_agree", "replicas_counted_once")} == {0.0}
+
+
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="other configs")
 @pytest.mark.parametrize(
@@ -196,6 +207,7 @@ def test_both_backends_are_compared(split: Split) -> None:
         {"dtype": "bfloat16", "backend": "fsdp2", "batching": "packed"},
         {"dtype": "bfloat16", "ep": 2, "experts": 4, "reduce": "mean"},
         {"backend": "fsdp2", "batching": "packed"},
+        {"dtype": "bfloat16", "backend": "fsdp2", "cp": 2},
         *({"recipe": recipe} for recipe in ("dapo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "nll")),
         {"recipe": "gspo", "level": "sequences"},
     ],

@@ -208,6 +208,8 @@ class Fsdp2:
     counted, nonzero_gradients = staticmethod(fsdp.counted_reductions), staticmethod(fsdp.nonzero_gradients)
 
     def __init__(self, config: SplitConfig, weights: Tensors, device: torch.device) -> None:
+        # Megatron's groups deal the rows for both backends. Without cp all ranks are data ranks, and no other group is needed.
+        groups = {"data_group": split.data_group(), "context_group": split.context_group()} if config.cp > 1 else {}
         self.fresh = functools.partial(
             fsdp.build_fsdp,
             model_config(config).geometry,
@@ -217,6 +219,7 @@ class Fsdp2:
             device=device,
             batching=config.batching,
             token_budget=config.token_budget,
+            **groups,
         )
 
 

@@ -15,7 +15,8 @@ from kit.labs.split.ranks.backends import WrappedLoss
 from kit.megatron import split
 from kit.megatron.split import MegatronSplit
 from kit.target import replaced
-from kit.train import protocol
+from kit.train import columns, protocol
+from kit.train.fsdp import FsdpSplit, Steps
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.protocol import Batch, Loss, StepResult, cut, rows
 
@@ -30,6 +31,7 @@ hook, restore, give_up, pieces_of = (
 metrics, step_metrics, over_ranks = MegatronSplit._metrics, MegatronSplit._step_metrics, protocol.over_ranks
 normalise, reduce, update = MegatronSplit._normalise, MegatronSplit._reduce, MegatronSplit._update
 raw_loss, open_step = MegatronSplit._raw_loss, MegatronSplit._open
+true_counts, norm = FsdpSplit._true_counts, Steps._norm
 valid, weight, assemble = protocol.valid, ClippedPolicyGradient._weight, backends.assemble
 
 
@@ -266,6 +268,26 @@ def holds_the_callers_rows(step: Any, pieces: list[Batch]) -> list[dict[str, tor
     for piece in ready:
         seen += step.forward_backward(piece, step.loss, tokens=1.0, sequences=1.0, sync=False)
     return seen
+
+
+def keeps_its_own_part(slope: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    return columns.part_of(slope, group, dim)
+
+
+def sums_whole_slopes(slope: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    return columns.part_of(slope, group, dim) * dist.get_world_size(group)
+
+
+def counts_context_ranks(step: FsdpSplit, group: dist.ProcessGroup) -> tuple[float, float, float]:  # noqa: ARG001 - as above
+    return true_counts(step, dist.group.WORLD)
+
+
+def leaves_out_context_ranks(step: Steps) -> float:
+    kept, step.job.everyone = step.job.everyone, step.job.group
+    try:
+        return norm(step)
+    finally:
+        step.job.everyone = kept
 
 
 # -- the loss and the job, which the plain and the split step share ------------------------------------------------------
