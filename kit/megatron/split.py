@@ -242,9 +242,10 @@ class MegatronSync:
 
 def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Outputs]:
     """Run Megatron's schedule over these microbatches. `loss` is summed: divisions by the schedule and DDP are undone. Ranks of a context
-    group have the same whole rows, which DDP sums or averages too: each counts for its share."""
+    group have the same whole rows: the schedule multiplies by their number, as if each had a part, and DDP sums over them too."""
+    alike = dist.get_world_size(context_group())
     summed = job.chunks[0].config.calculate_per_token_loss
-    undo = len(pieces) * (1 / dist.get_world_size(context_group()) if summed else data_ranks())
+    undo = len(pieces) / alike * (1 / alike if summed else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}
