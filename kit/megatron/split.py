@@ -245,7 +245,7 @@ def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) ->
     group have the same whole rows: the schedule multiplies by their number, as if each had a part, and DDP sums over them too."""
     alike = dist.get_world_size(context_group())
     summed = job.chunks[0].config.calculate_per_token_loss
-    undo = len(pieces) / alike * (1 / alike if summed else data_ranks())
+    undo = len(pieces) * (1 / alike if summed else data_ranks()) / alike
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}

@@ -1,7 +1,7 @@
 """Training steps on FSDP2 (`fully_shard`, DTensor parameters): the job, the plain step, and the step that is cut into a stream.
 
-The job is a plain model, its AdamW and its schedule, sharded over all ranks; over gloo on the host and NCCL on GPUs. All are data ranks, or
-the ranks of a context group have the same rows and share their columns (kit.train.columns): then rows are counted once, over the data ranks.
+The job is a plain model, its AdamW and its schedule, sharded over all ranks; over gloo on the host and NCCL on GPUs. All are data ranks,
+or the ranks of a context group have the same rows and share their columns (kit.train.columns): rows are counted once, over the data ranks.
 Gradients are sums over all ranks, never means. bfloat16 computes on copies: the parameters that are kept and updated are float32, and so
 are the reductions. Limits: every rank holds the full weights while the job is built.
 
@@ -367,7 +367,9 @@ class Steps:
 
     def _norm(self) -> float:
         """Of the gradients over all ranks: those of a context group have different shards."""
-        own = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in local_gradients(self.job.optimizer)]
+        own = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in local_gradients(self.job.optimizer)
+        ]
         return math.sqrt(self._over([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM, self.job.everyone)[0])
 
     def _over(self, values: list[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[float]:

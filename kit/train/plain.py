@@ -59,6 +59,7 @@ class Attention(nn.Module):
         allowed: torch.Tensor | None,
         cache: Cache | None,
         start: int,
+        *,
         columns: Columns | None,
     ) -> torch.Tensor:
         rows, length, hidden = x.shape
@@ -119,8 +120,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
         self.post_attention_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
 
-    def forward(self, x: torch.Tensor, *attention: Any) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *attention)
+    def forward(self, x: torch.Tensor, *attention: Any, columns: Columns | None) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention, columns=columns)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -178,7 +179,7 @@ class PlainModel(nn.Module):
         if cache and length > 1:
             allowed = torch.ones(length, start + length, dtype=torch.bool, device=input_ids.device).tril(start)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, turn, allowed, cache[index] if cache else None, start, columns)
+            x = layer(x, turn, allowed, cache[index] if cache else None, start, columns=columns)
         logits = functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -226,10 +227,10 @@ def next_logprobs(
     """[rows, length]: column t has the log-probability of token t + 1. The last column has no meaning."""
     columns: Columns | None = getattr(model, "columns", None)
     logits = model(input_ids, positions, segments)
-    following = input_ids.roll(-1, dims=1)  # of whole rows: the token after a part's last column is in the next part
+    tokens = input_ids.roll(-1, dims=1)  # of whole rows: the token after a part's last column is in the next part
     if columns is not None:
-        following = columns.own(following)
-    scored = -functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").view(following.shape)
+        tokens = columns.own(tokens)
+    scored = -functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
     return scored if columns is None else columns.whole(scored, input_ids.shape[1])
 
 

@@ -40,26 +40,30 @@ def test_a_rank_computes_its_part_only(world: World) -> None:
         assert rank["cached_same"]
 
 
+SLOW = [
+    {"cp": 2, "batching": "dynamic", "level": "sequences", "dtype": "float32", "empty": True},
+    {"cp": 4, "batching": "packed", "level": "tokens", "dtype": "float32", "empty": False},
+    {"cp": 2, "batching": "fixed", "level": "tokens", "dtype": "bfloat16", "empty": False},
+]
+
+
 @pytest.mark.parametrize(
-    ("cp", "batching", "level", "dtype", "empty"),
+    "config",
     [
-        (2, "fixed", "tokens", "float32", False),
-        (2, "packed", "sequences", "float32", True),
-        (4, "dynamic", "tokens", "float32", False),
-        pytest.param(2, "dynamic", "sequences", "float32", True, marks=pytest.mark.slow),
-        pytest.param(4, "packed", "tokens", "float32", False, marks=pytest.mark.slow),
-        pytest.param(2, "fixed", "tokens", "bfloat16", False, marks=pytest.mark.slow),
+        {"cp": 2, "batching": "fixed", "level": "tokens", "dtype": "float32", "empty": False},
+        {"cp": 2, "batching": "packed", "level": "sequences", "dtype": "float32", "empty": True},
+        {"cp": 4, "batching": "dynamic", "level": "tokens", "dtype": "float32", "empty": False},
+        *(pytest.param(config, marks=pytest.mark.slow) for config in SLOW),
     ],
+    ids=lambda config: "-".join(map(str, config.values())),
 )
-def test_a_step_is_that_of_one_model_over_all_rows(
-    world: World, cp: int, batching: str, level: str, dtype: str, empty: bool
-) -> None:
-    ranks = ask(world, "one_step", cp=cp, batching=batching, level=level, dtype=dtype, empty=empty)
+def test_a_step_is_that_of_one_model_over_all_rows(world: World, config: dict[str, Any]) -> None:
+    ranks = ask(world, "one_step", **config)
     for way in ("plain", "split"):
         assert all(rank[way]["result"] == ranks[0][way]["result"] for rank in ranks)
         for rank in ranks:
             result = rank[way]["result"]
-            assert rank[way]["off"] <= (GRADIENTS if dtype == "float32" else 5e-2)
+            assert rank[way]["off"] <= (GRADIENTS if config["dtype"] == "float32" else 5e-2)
             assert [result["global_valid_seqs"], result["global_valid_toks"]] == rank["counts"]
             assert result["metrics"]["num_unmasked_tokens"] == rank["counts"][1]
     assert ranks[0]["split"]["result"]["grad_norm"] == pytest.approx(ranks[0]["norm"], rel=1e-6)

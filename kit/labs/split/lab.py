@@ -67,7 +67,12 @@ class SplitConfig(JobConfig):
     ] = "megatron"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
-    cp: Annotated[int, Option("context parallel size: ranks that share the columns of their rows; needs backend=fsdp2", low=1, high=64)] = 1
+    cp: Annotated[
+        int,
+        Option(
+            "context parallel size: ranks that share the columns of their rows; needs backend=fsdp2", low=1, high=64
+        ),
+    ] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
     experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
     aux_loss: Annotated[float, Option("coefficient of the load-balancing loss", low=0, high=10)] = 0.01

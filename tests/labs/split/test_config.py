@@ -34,7 +34,10 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"router_bias": True}, "router_bias=true needs a model with 3 or more experts"),
         ({"experts": 4}, "experts need reduce=mean"),
         ({**EXPERTS, "tp": 2}, "Megatron asks for tp=1"),
-        ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 supports data and context parallelism only: leave out tp, pp and experts"),
+        (
+            {"backend": "fsdp2", "tp": 2},
+            "backend=fsdp2 supports data and context parallelism only: leave out tp, pp and experts",
+        ),
         ({"backend": "fsdp2", "pp": 2}, "leave out tp, pp and experts"),
         ({"backend": "fsdp2", **EXPERTS}, "leave out tp, pp and experts"),
         ({"batching": "packed"}, "batching=packed needs backend=fsdp2"),

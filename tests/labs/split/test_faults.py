@@ -61,7 +61,7 @@ ALSO = {
     "keeps-rows": set(),
     "keys-gradient-of-own-part": {"backends_agree"},
     "scaled-by-cp": {"backends_agree"},
-    "context-ranks-counted": GRADIENTS | NUMBERS | {"update"},
+    "context-ranks-counted": GRADIENTS | NUMBERS | {"misuse_raises"},
     "norm-of-data-ranks": {"ranks_agree"},
 }
 WITHIN_ROUNDING = {fault.name for fault in FAULTS if "dtype" in fault.needs}  # of bfloat16, where they are refused
