@@ -21,7 +21,27 @@ from kit.megatron import model, split
 from kit.megatron.config import ModelConfig
 from kit.megatron.split import MegatronSplit
 from kit.train.losses import ClippedPolicyGradient
+from kit.train.plain import plain_logprobs
+from fsdp_loop import Loop
 from own_split import Trainer
+
+
+class LoopOnColumns(Loop):
+    """Right: rows are whole where the loss sees them, and counted over the data ranks."""
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.group = ctx.job.group
+    def logprobs(self, ids):
+        return plain_logprobs(self.model, ids)
+    def over_ranks(self, values, op=dist.ReduceOp.SUM):
+        there = values.to(self.device)
+        dist.all_reduce(there, op=op, group=self.group)
+        return there.cpu()
+
+
+class LoopThatCountsContextRanks(LoopOnColumns):
+    def over_ranks(self, values, op=dist.ReduceOp.SUM):
+        return Loop.over_ranks(self, values, op)
 
 
 class Forgets(Trainer):
@@ -351,7 +371,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in a folder of the module, where ranks can import `mine` and the docs' example; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "mine.py").write_text(OWN)
-    (folder / "own_split.py").write_text((ROOT / "docs" / "examples" / "own_split.py").read_text())
+    for name in ("own_split.py", "fsdp_loop.py"):
+        (folder / name).write_text((ROOT / "docs" / "examples" / name).read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)

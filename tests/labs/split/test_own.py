@@ -32,6 +32,14 @@ def test_the_documentations_trainer_passes(split: Split, config: dict[str, objec
 
 
 @pytest.mark.slow
+def test_a_trainer_of_ones_own_on_ranks_that_share_columns(split: Split) -> None:
+    parts = {**ONE, "backend": "fsdp2", "cp": 2, "steps": 2, "length": 27}
+    assert failed(split(implementation="mine:LoopOnColumns", **parts).verdict()) == set()
+    wrong = split(implementation="mine:LoopThatCountsContextRanks", **parts).verdict()
+    assert {"replicas_counted_once"} <= failed(wrong)
+
+
+@pytest.mark.slow
 def test_a_trainer_that_forgets_the_reduction_is_judged(split: Split) -> None:
     verdict = split(implementation="mine:Forgets", **ONE).verdict()
     assert exit_code(verdict) == 1
