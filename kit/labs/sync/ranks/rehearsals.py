@@ -54,7 +54,7 @@ from kit.labs.sync.ranks.scenes import (
     in_fullest_bucket,
     rehearsed_scenes,
 )
-from kit.labs.sync.ranks.side import ANY, Side, error_of, miscounted
+from kit.labs.sync.ranks.side import ANY, Side, beyond_garbage, error_of, miscounted
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.labs.sync.ranks.watch import WAITS, judge_forwards
 from kit.measure.observers.births import Births, registered_groups
@@ -496,7 +496,7 @@ def counting_leftovers(side: Side, scene: str) -> Iterator[None]:
     counts = open_now(side)
     with Births() as births:
         yield
-        note(side, "left_segments", len(side.held() - held), scene)
+        note(side, "left_segments", beyond_garbage(lambda: len(side.held() - held), 0), scene)
         note(side, "left_files", len(set(temp_files()) - files), scene)
         end = time.monotonic() + CLOSED_S
         while True:

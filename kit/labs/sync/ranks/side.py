@@ -33,6 +33,15 @@ REQUESTS = 2  # prompts that take turns, so that the answer to another request s
 CACHED_LENGTH = 48  # more than a block of vLLM's prefix cache
 
 
+def beyond_garbage(count: Callable[[], int], most: float) -> int:
+    """A count, taken again after a collection if it is above `most`: what only reference cycles hold does not count."""
+    seen = count()
+    if seen > most:
+        gc.collect()
+        seen = count()
+    return seen
+
+
 class Side:
     """One rank of the trainer or of a replica. Its job uses `self.group` as its whole world."""
 
@@ -45,7 +54,7 @@ class Side:
         self.group: Any = None
         self.bystander: Bystander | None = None
         self.leaving: set[str] = set()  # rehearsed failures after which more was open than before
-        self.held_first = 0  # bytes of tensors when they were weighed first
+        self.held_first = self.segments_first = math.inf  # bytes of tensors and segments when they were counted first
         gpu = ""
         if ctx.device.type == "cuda" and not transports.needs_permission():
             gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
@@ -96,7 +105,9 @@ class Side:
         return 0
 
     def count(self) -> None:
-        self.ctx.record("segments", len(self.held()))
+        held = beyond_garbage(lambda: len(self.held()), self.segments_first)
+        self.segments_first = min(self.segments_first, held)
+        self.ctx.record("segments", held)
         for metric, value in self.bystander.ask().items() if self.bystander else ():
             self.ctx.record(metric, value, "B")
 
@@ -105,12 +116,9 @@ class Side:
         raise NotImplementedError
 
     def weigh_tensors(self) -> None:
-        """Record the bytes of all tensors of this rank. What only reference cycles hold does not count."""
-        held = self.tensor_bytes()
-        if self.held_first and held > self.held_first:
-            gc.collect()
-            held = self.tensor_bytes()
-        self.held_first = self.held_first or held
+        """Record the bytes of all tensors of this rank."""
+        held = beyond_garbage(self.tensor_bytes, self.held_first)
+        self.held_first = min(self.held_first, held)
         self.ctx.record("tensor_bytes", held, "B")
 
     def prompts(self, vocab: int) -> list[torch.Tensor]:

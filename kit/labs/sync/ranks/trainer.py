@@ -19,7 +19,7 @@ from kit.engines.changes import ChangeOracle
 from kit.engines.contents import Contents, ModuleTensors, listed_names, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
-from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, miscounted, plain_logits, worst_error
+from kit.labs.sync.ranks.side import ANY, Side, beyond_garbage, error_of, fill, miscounted, plain_logits, worst_error
 from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.observers.tensors import TensorState, held_bytes
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, memory_pages, shared_bytes, shared_memory
@@ -44,6 +44,7 @@ class HeldOnHost(NamedTuple):
 
 
 KITS = "kit-"  # how the kit's own memory files are named
+KEPT = 2  # versions that a sender may hold: what is more is counted once garbage is gone
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
 
@@ -381,6 +382,9 @@ class SyncTrainer(Side):
     def weigh(self) -> None:
         """Measure the peak of shared memory that syncs allocated, and count points at which the sender's lock is free."""
         self.unlocked += lock_is_free(self.cache)
+        self.most = max(self.most, beyond_garbage(self.bytes_of_syncs, max(self.most, KEPT * self.version_bytes)))
+
+    def bytes_of_syncs(self) -> int:
         held = shared_memory()
         files = {place: file.size for place, file in held.items() if file.name.startswith(MEMFD)}
         self.shared |= files.keys() - self.outside
@@ -390,7 +394,7 @@ class SyncTrainer(Side):
         counts = [
             size for place, size in files.items() if place in self.shared and held[place].name.startswith(counted)
         ]
-        self.most = max(self.most, sum(counts))
+        return sum(counts)
 
     def waiting(self) -> int:
         return self.listener.waiting if self.sends else 0
