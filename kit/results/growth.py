@@ -27,7 +27,6 @@ PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles excluded from a slope
 DRIFT_CYCLES = 2  # a first and a last one
-SETTLES = 0.8  # a leak adds as much in each cycle
 SLOPE_CYCLES = 4  # the warm-up, and three points for a line
 RISING = 6  # from this many cycles on, a single slow cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
@@ -241,22 +240,10 @@ def slopes(
         if driven:
             return answers
         top = max(answers, key=lambda answer: answer.value or 0.0)
-        if (top.value or 0.0) > allowed(config) and settles(series(frame, own, top.of, phase)):
-            raise NotMeasured(
-                f"{top.why}; each cycle adds less than the one before: with cycles={2 * RISING} it is told from a leak"
-            )
         remaining = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
         return Measured(top.value, f"{top.why}; others: {remaining}" if remaining else top.why)
 
     return measure
-
-
-def settles(table: pd.DataFrame) -> bool:
-    """Whether, in few cycles, each adds at most `SETTLES` of what the one before added, on every rank that grows: as the arenas of threads
-    do until each of them has its most."""
-    steps = table.diff().iloc[1:]
-    falls = (steps.iloc[1:].to_numpy() <= SETTLES * steps.iloc[:-1].to_numpy()).all(axis=0)
-    return SLOPE_CYCLES <= len(table) < RISING and bool((falls | (steps.iloc[-1] <= 0).to_numpy()).all())
 
 
 def slope(frame: pd.DataFrame, own: Source, kind: str, phase: str, control: str) -> Measured:

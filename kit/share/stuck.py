@@ -87,9 +87,8 @@ def stranded(ledger: DeskLedger) -> dict[Request, tuple[Row, Row]]:
     `left`."""
     stranded_pairs: dict[Request, tuple[Row, Row]] = {}
     for row, flying in flights(ledger):
-        if row.event == "sent" or (
-            row.event == "completed" and "sample" in row.ids
-        ):  # a replica may finish what it has, then sleep
+        finished = row.event == "completed" and "sample" in row.ids  # a replica may finish what it has, then sleep
+        if row.event == "sent" or finished:
             stranded_pairs.pop(request_of(row), None)
         elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
             if row.event != "failed" or "sample" not in row.ids:

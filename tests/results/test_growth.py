@@ -104,22 +104,3 @@ def test_each_observed_phase_of_a_job_on_a_gpu_has_an_answer_for_each_kind_of_me
     verdict = judge(to_frame(records), {"observed": True}, asked)
     assert {row.check for row in verdict if row.passed is False} == {"memory_slope", "memory_slope/leaky/driver_used"}
     assert sum(row.passed is True for row in verdict) == 3
-
-
-@pytest.mark.parametrize(
-    ("steps", "passed"),
-    [
-        ((3.6, 2.7, 1.9), None),  # of a releaser that copies in new threads: after 20 cycles it grows by 0.3 MiB
-        ((3.6, 2.7, 2.6), False),
-        ((2.0, 2.0, 2.0), False),
-        ((0.9, 0.5, 0.2), True),
-        ((3.6, 2.7, 2.0, 1.5, 1.1), False),  # in more cycles the line through all decides
-    ],
-)
-def test_memory_that_settles_is_not_called_a_leak(steps: tuple[float, ...], passed: bool | None) -> None:
-    levels = [100 + sum(steps[:cycle]) for cycle in range(len(steps) + 1)]
-    records = [level(cycle, "idle", "anon_rss", value) for cycle, value in enumerate(levels, 1)]
-    asked = Rule("memory_slope", "", slopes("idle"), limit=1, unit="MiB/cycle")
-    (row,) = judge(to_frame(records), {"cycles": len(levels)}, [asked], {})
-    assert row.passed is passed, row.why
-    assert ("told from a leak" in row.why) is (passed is None)

@@ -97,17 +97,19 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, Loo
 
 
 def loops_in(rows: Sequence[Row]) -> Iterator[tuple[str, LoopLedger]]:
-    """The ledger of each pipeline's loop, by the pipeline's name. In another system's ledger new ranks begin with a `capacity` of their
-    own."""
+    """The ledger of each pipeline's loop, by the pipeline's name."""
+    of_cores = by_cores(rows)
     for at, row in enumerate(rows):
         if row.event == "capacity" and "pipeline" in row.ids:
             name = str(row["pipeline"])
-            if by_cores(rows):
-                yield name, LoopLedger([row, *pipeline_rows(rows, name)])
-            else:
-                later = (other for other in rows[at + 1 :] if other.who == name)
-                whole = itertools.takewhile(lambda other: other.event != "capacity", later)
-                yield name, LoopLedger([row, *pipeline_rows([*whole], name)])
+            own = rows if of_cores else until_new_ranks(rows[at + 1 :], name)
+            yield name, LoopLedger([row, *pipeline_rows(own, name)])
+
+
+def until_new_ranks(rows: Iterable[Row], name: str) -> list[Row]:
+    """The rows of a pipeline of another system up to its next `capacity`, with which new ranks begin."""
+    own = (row for row in rows if row.who == name)
+    return [*itertools.takewhile(lambda row: row.event != "capacity", own)]
 
 
 def judged_loop(loop: LoopLedger) -> Iterator[tuple[str, Measured]]:

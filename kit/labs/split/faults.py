@@ -12,6 +12,7 @@ CLIPPED = ("grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on
 STEP = "kit.megatron.split:MegatronSplit"
 BUGS = "kit.labs.split.ranks.bugs"
 ON_FSDP2 = {"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)}
+TWO_PARTS = {"backend": "fsdp2", "cp": 2}
 ON_PARTS = {"backend": ("fsdp2",), "cp": (2, 3, 4, 8)}
 ON_MEGATRON = {"implementation": (KIT_SPLIT,), "backend": ("megatron",)}
 
@@ -276,7 +277,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "keys-gradient-of-own-part",
         "the gradient of keys and values is not summed over the context group, in the plain and in the split step",
         "oracle",
-        set={"backend": "fsdp2", "cp": 2},
+        set=TWO_PARTS,
         needs={**ON_PARTS, "dtype": ("float32",)},  # its effect is within the rounding of bfloat16
         patch={"kit.train.columns:slope_of_keys": f"{BUGS}:keeps_its_own_part"},
     ),
@@ -284,7 +285,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "scaled-by-cp",
         "gradients are too large by the size of the context group, in the plain and in the split step",
         "oracle",
-        set={"backend": "fsdp2", "cp": 2},
+        set=TWO_PARTS,
         needs=ON_PARTS,
         patch={"kit.train.columns:slope_of_scores": f"{BUGS}:sums_whole_slopes"},
     ),
@@ -292,7 +293,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "context-ranks-counted",
         "sequences and tokens are counted over all ranks, context ranks included",
         "replicas_counted_once",
-        set={"backend": "fsdp2", "cp": 2},
+        set=TWO_PARTS,
         needs={**ON_FSDP2, **ON_PARTS},
         patch={"kit.train.fsdp:FsdpSplit._true_counts": f"{BUGS}:counts_context_ranks"},
     ),
@@ -300,7 +301,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "norm-of-data-ranks",
         "the norm to clip by has the shards of the data ranks only, in the plain and in the split step",
         "update",
-        set={"backend": "fsdp2", "cp": 2},
+        set=TWO_PARTS,
         needs={**ON_FSDP2, **ON_PARTS},
         patch={"kit.train.fsdp:Steps._norm": f"{BUGS}:leaves_out_context_ranks"},
     ),
