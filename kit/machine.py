@@ -362,6 +362,12 @@ def threads_a_rank(ranks: int) -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *tasks]) // ranks)
 
 
+def defaults_of_ranks(ranks: int) -> dict[str, str]:
+    """Environment variables of ranks, unless they are set. All threads of a rank share one arena of the C library. By default a new thread
+    may get its own, which grows for some cycles until it has held its most: memory that settles, and looks like a leak."""
+    return {"OMP_NUM_THREADS": str(threads_a_rank(ranks)), "MALLOC_ARENA_MAX": "1"}
+
+
 def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
     """Return both limits as one flat JSON-able dict: version, memory_max, memory_used (bytes), pids_max, pids_used."""
     memory, pids = cgroup_limit("memory", proc), cgroup_limit("pids", proc)

@@ -1,5 +1,6 @@
 """Limits are found in both versions of control groups, at whatever level they are set."""
 
+import ctypes
 import fcntl
 import os
 import subprocess
@@ -190,3 +191,27 @@ def test_processor_time_of_a_child_and_of_its_child_is_ones_own() -> None:
         child.communicate(timeout=30)
     assert own_after - own >= 0.9
     assert everything_after - everything >= 0.9
+
+
+ALLOCATES = """
+import ctypes, threading
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+together = threading.Barrier(4)  # all at once, so that no thread takes over the arena of one that has ended
+threads = [threading.Thread(target=lambda: (libc.malloc(1000), together.wait())) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_stats()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="this C library does not list its arenas")
+@pytest.mark.parametrize("on_rank", [True, False])
+def test_threads_of_a_rank_share_one_arena(on_rank):
+    environment = machine.defaults_of_ranks(1) if on_rank else {}
+    listed = subprocess.run(
+        [sys.executable, "-c", ALLOCATES], env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stderr
+    assert (listed.count("Arena ") == 1) is on_rank, listed

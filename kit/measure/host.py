@@ -23,7 +23,6 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 MAP_FAILED = ctypes.c_void_p(-1).value
-_M_ARENA_MAX = -8
 _READ_WRITE = 3  # PROT_READ | PROT_WRITE
 _MAP_SHARED, _MAP_PRIVATE = 1, 2
 _MADV_HUGEPAGE = 14
@@ -136,13 +135,6 @@ def _advise(address: int, size: int, advice: int) -> None:
     length = (address + size - start) // _PAGE * _PAGE
     if length > 0:
         libc.madvise(start, length, advice)
-
-
-def one_arena() -> None:
-    """Let all threads share one arena of the C library from now on. By default each new thread may get its own, which grows for some cycles
-    until it has held its most: memory that settles, and looks like a leak."""
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> None:

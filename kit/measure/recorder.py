@@ -408,6 +408,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PREFIXES = ("NCCL_", "TORCH_", "MASTER_", "KIT_")
 _NAMES = (
     "OMP_NUM_THREADS",
+    "MALLOC_ARENA_MAX",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUBLAS_WORKSPACE_CONFIG",

@@ -221,7 +221,8 @@ def begin_again(node: int, ranks: int) -> None:
     key = os.environ.pop("KIT_KEY", None) or sys.stdin.readline().strip()
     (folder / "key").write_text(key)
     os.environ[machine.MARK] = folder.name
-    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_a_rank(ranks)))
+    for name, value in machine.defaults_of_ranks(ranks).items():
+        os.environ.setdefault(name, value)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--folder", str(folder)])  # noqa: S606 - itself
 
 

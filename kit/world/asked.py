@@ -400,7 +400,7 @@ NOT_INHERITED |= {
 
 def agent_environment(neighbours: int, nodes: int = 1, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a World's processes on this machine, where `neighbours` ranks work; without the mark."""
-    defaults = {"OMP_NUM_THREADS": str(machine.threads_a_rank(neighbours))}
+    defaults = machine.defaults_of_ranks(neighbours)
     if nodes == 1:  # nothing listens beyond this machine
         defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}

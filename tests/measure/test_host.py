@@ -1,8 +1,6 @@
 """Copies of host memory: every byte arrives for all thread counts and boundaries; pages are populated; no thread remains."""
 
 import ctypes
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -76,28 +74,3 @@ def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     for ranks, expected in (("2", 4), ("4", 2), ("8", 1), ("16", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert host.copy_threads() == expected
-
-
-ALLOCATES = """
-import ctypes, sys, threading
-from kit.measure.host import libc, one_arena
-
-libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-if sys.argv[1] == "one":
-    one_arena()
-together = threading.Barrier(4)  # all at once, so that no thread takes over the arena of one that has ended
-threads = [threading.Thread(target=lambda: (libc.malloc(1000), together.wait())) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-libc.malloc_stats()
-"""
-
-
-@pytest.mark.skipif(not hasattr(host.libc, "malloc_stats"), reason="this C library does not list its arenas")
-@pytest.mark.parametrize("how", ["one", "usual"])
-def test_threads_share_one_arena(how: str) -> None:
-    words = [sys.executable, "-c", ALLOCATES, how]
-    listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stderr
-    assert (listed.count("Arena ") == 1) is (how == "one"), listed

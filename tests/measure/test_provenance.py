@@ -72,6 +72,7 @@ def test_only_the_settings_that_matter_and_no_secret_names():
             "TORCH_X",
             "MASTER_ADDR",
             "OMP_NUM_THREADS",
+            "MALLOC_ARENA_MAX",
             "CUDA_VISIBLE_DEVICES",
             "KIT_RUNS",
             "NVIDIA_TF32_OVERRIDE",

@@ -39,7 +39,8 @@ sys.path.insert(0, "/left"); sys.modules["left"] = sys; torch.left = 1; torch.se
 dist.barrier()
 """
 SEES = (
-    "[os.environ.get('LEFT'), os.getcwd(), '/left' in sys.path, 'left' in sys.modules, hasattr(torch, 'left'), "
+    "[os.environ.get('LEFT'), os.environ['MALLOC_ARENA_MAX'], os.getcwd(), "
+    "'/left' in sys.path, 'left' in sys.modules, hasattr(torch, 'left'), "
     "'kit.world.warm' in sys.modules, len(os.listdir('/proc/self/fd')), os.environ['KIT_WORLD'], "
     "signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, torch.get_num_threads()]"
 )
@@ -52,8 +53,8 @@ def test_a_later_world_is_as_fresh_as_one_that_starts_its_own_agent(tmp_path: Pa
             assert (world.torchrun_pid in {agent.pid for agent in current().agents.values()}) == (kind != "own")
             world.run("import os, sys, signal, numpy")
             (facts,) = world.eval(SEES)
-            assert world._crew.id in facts[7]
-            seen[kind] = [*facts[:7], *facts[8:]]
+            assert world._crew.id in facts[8]
+            seen[kind] = [*facts[:8], *facts[9:]]
             seen[f"{kind} numbers"] = world.eval("[numpy.random.rand(), torch.initial_seed()]")
             world.run(LEFT)
     assert seen["first"] == seen["later"] == seen["own"]

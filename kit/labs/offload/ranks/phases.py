@@ -24,7 +24,6 @@ from kit.labs.offload.ranks.oracle import Steps, unequal
 from kit.labs.offload.ranks.releaser import KitReleaser, around, make_releaser, reported
 from kit.labs.offload.ranks.watch import JobWatch, any_rank
 from kit.labs.rankside import Context, digest_of_hashes
-from kit.measure.host import one_arena
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import (
     KINDS,
@@ -63,7 +62,6 @@ class Offload:
         self.borrowed: list[str] = []  # what was not as found while the job lived
         self.scope = contextlib.ExitStack()
         self.bystander: Bystander | None = None
-        one_arena()
         if self.config.mode in groups.KEEPING:
             groups.refuse_keeping()
 
