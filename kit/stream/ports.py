@@ -103,13 +103,16 @@ class TrainerCall(NamedTuple):
 
 
 def calls(rows: Iterable[Row]) -> Iterator[TrainerCall]:
-    """Yield the finished calls of the trainers of all pipelines. A trainer executes one at a time, in order."""
+    """Yield the finished calls of the trainers of all pipelines. A trainer executes one at a time, in order. The only core of a loop may
+    leave its pipeline out of its commands; the trainer's answers have it."""
     waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     free: dict[str, float] = {}
     for row in rows:
         if row.get("to") == "trainer":
             waiting[row.who, row.event].append(row)
-        elif row.event in ("done", "error") and (asked := waiting[row.who, str(row.get("of"))]):
+        elif row.event in ("done", "error") and (
+            asked := waiting[row.who, str(row.get("of"))] or waiting["", str(row.get("of"))]
+        ):
             call = asked.pop(0)
             yield TrainerCall(call, max(free.get(row.who, call.time), call.time), row.time, row.event == "error")
             free[row.who] = row.time

@@ -292,11 +292,13 @@ def test_two_pipelines_share_a_desk_in_one_runner() -> None:
 # -- what if --------------------------------------------------------------------------------------------------------------
 
 
-def test_durations_are_read_back_from_a_ledger() -> None:
+@pytest.mark.parametrize("to", ["a", ""], ids=["named", "a core on ranks that leaves its pipeline out"])
+def test_durations_are_read_back_from_a_ledger(to: str) -> None:
     true = Durations(
         token_s=0.02, span=5, begin_s=0.01, train_s=0.3, logprobs_s=0.1, finish_s=0.05, clear_s=0.02, sync_s=0.25
     )
-    found = measured(simulate(replace(PLAIN, previous="recomputed", replicas=1), true).rows)
+    rows = simulate(replace(PLAIN, previous="recomputed", replicas=1), true, pipeline="a").rows
+    found = measured([replace(row, ids={**row.ids, "pipeline": to}) if "to" in row.ids else row for row in rows])
     for name in ("token_s", "begin_s", "train_s", "logprobs_s", "finish_s", "clear_s"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
     assert found.span == 5
