@@ -4,8 +4,8 @@ Megatron names the device "cuda" in hundreds of places. `install()` pushes a tor
 wherever torch is called, and replaces the handful of `torch.cuda` functions that Megatron calls directly. It also makes
 Megatron take torch's optimizer where Transformer Engine or Apex is installed, as theirs need a GPU. Where a GPU is
 there, `install()` only defines a name that Megatron forgot. Limits: no memory statistics, streams do nothing (the CPU
-has one), the mode holds on the thread that installed it, and torch-compiled fusions are not covered (the model is built
-without them).
+has one), the mode holds on the thread that installed it and on threads of Python that start later, and torch-compiled
+fusions are not covered (the model is built without them).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,14 @@ def _define_missing() -> None:
 
 
 _undo: list[contextlib.ExitStack] = []
+_start_thread: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]  # `run` may be overridden
+
+
+def _start_with_the_mode(thread: threading.Thread) -> None:
+    """Each thread has modes of its own."""
+    mode: Any = _CudaMeansCpu()
+    with mode:
+        _start_thread(thread)
 
 
 def stands_in() -> bool:
@@ -149,15 +158,8 @@ def install() -> None:
     logger.setLevel(logging.ERROR)
     mode: Any = _CudaMeansCpu()
     undo.enter_context(mode)
+    undo.enter_context(mock.patch.object(threading.Thread, "_bootstrap_inner", _start_with_the_mode))
     _undo.append(undo)
-
-
-@contextlib.contextmanager
-def on_this_thread() -> Iterator[None]:
-    """The same on another thread than the one that installed it."""
-    mode: Any = _CudaMeansCpu() if _undo else contextlib.nullcontext()
-    with mode:
-        yield
 
 
 @contextlib.contextmanager

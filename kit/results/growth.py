@@ -197,12 +197,15 @@ def bystander_change(first: str) -> Measure:
     return measure
 
 
-def theil_sen(table: pd.DataFrame) -> pd.Series:
-    """The median of all pairwise slopes per cycle after the warm-up, one value per column; robust against outliers."""
+def rise(table: pd.DataFrame) -> pd.Series:
+    """Growth per cycle after the warm-up, one value per column: the median of all pairwise slopes, or with fewer than `RISING` cycles the
+    smallest step from one cycle to the next. So no single jump counts as growth in every cycle."""
     import numpy as np
     import pandas as pd
 
     rows = table[table.index > table.index.min() + WARM_UP - 1] if len(table) > WARM_UP + 1 else table
+    if WARM_UP + 1 < len(table) < RISING:
+        return rows.diff().min()
     first, second = np.triu_indices(len(rows), k=1)
     cycles = rows.index.to_numpy(dtype=float)
     values = rows.to_numpy(dtype=float)
@@ -250,10 +253,10 @@ def slope(frame: pd.DataFrame, own: Source, kind: str, phase: str, control: str)
     table = series(frame, own, kind, phase)
     if len(table) <= WARM_UP + 1:
         raise Missing(f"{kind} was recorded in only {len(table)} cycles, too few for a slope")
-    slopes = theil_sen(table) / MIB
+    slopes = rise(table) / MIB
     allowed = slopes * 0
     if has_control := bool(control and ((frame["metric"] == kind) & (frame["phase"] == control)).any()):
-        allowed = (theil_sen(series(frame, own, kind, control)) / MIB).clip(lower=0)
+        allowed = (rise(series(frame, own, kind, control)) / MIB).clip(lower=0)
 
     over = slopes - allowed
     owner: Any = over.idxmax()
@@ -306,7 +309,7 @@ def steady(*phases: str) -> Measure:
             pairs = {("any earlier cycle", "both of the last two"): (table.iloc[:-2].max(), table.iloc[-2:].min())}
             if len(table) >= SLOPE_CYCLES:
                 warm = table.iloc[WARM_UP:]
-                slope = theil_sen(table) if len(table) >= RISING else warm.diff().min().clip(lower=0)
+                slope = rise(table).clip(lower=-math.inf if len(table) >= RISING else 0)
                 since = warm.index.to_numpy() - warm.index[0]
                 at_first = (warm - np.outer(since, slope)).median().clip(lower=warm.min())
                 pairs["the second cycle", "the last, on the line through all"] = at_first, at_first + slope * since[-1]

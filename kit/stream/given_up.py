@@ -214,7 +214,9 @@ def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
         return "none of its requests failed"
     if on_failed == "stop":
         return "the loop continues although on_failed=stop"
-    if end.event == "failed" and on_failed == "replace":
+    if (
+        end.event == "failed" and on_failed == "replace" and ledger.of("reserved")[-1].at < end.at
+    ):  # a later one may replace it
         return "the group was not replaced although on_failed=replace"
     if end.event == "replaced" and on_failed == "shrink" and not _is_filtered(ledger, end):
         return "the group was replaced although on_failed=shrink"

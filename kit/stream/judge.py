@@ -198,10 +198,10 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
     tried: set[Id] = set()
     syncs = _syncs(ledger)
     for step in ledger.steps:
-        # A step that is tried again may have its groups from the first try.
+        # A begin may be empty. But a step that is tried again may have its groups from the first try.
         selected = () if step.id in tried else step.of("selected")
         tried.add(step.id)
-        start = next(iter(selected or step.of("begin", "microbatch")), None)
+        start = next(iter(selected or step.of("selected", "begin", "microbatch")), None)
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             could, last = _after_syncs(syncs, ledger.rows[max(free, rows[least - 1].at)]), rows[-1]

@@ -210,8 +210,10 @@ class WorldCall:
             text += f"\n{self.crew.out_of_memory(member.node) or unknown}"
         elif answer is None:
             log = self.crew.read_log(member, -20_000, 20_000).decode(errors="replace")
-            _, fatal, dump = log.rpartition("Fatal Python error")
-            last = f"{fatal}{dump.partition(chr(10))[0]}\n{users_part(dump)}" if fatal else log.strip()
+            before, fatal, dump = log.rpartition("Fatal Python error")
+            kind, _, frames = dump.partition("Extension modules:")[0].partition("\n")
+            _, ended, thrown = before.rpartition("terminate called")  # by C++
+            last = f"{ended}{thrown}{fatal}{kind}\n{users_part(frames)}" if fatal else log.strip()
             if tail := last.splitlines()[-15:]:
                 text += "".join(f"\n  {line}" for line in ["the last lines of its log:", *tail])
         elif answer.get("traceback"):

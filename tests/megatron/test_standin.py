@@ -1,5 +1,8 @@
 """The stand-in makes "cuda" mean the CPU, is installed once and can be removed; with a GPU it is not installed."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -36,6 +39,24 @@ def test_the_mode_can_be_left_out_for_a_while(installed):
 
 
 @without_gpu
+def test_the_mode_holds_on_threads_that_start_later(installed):
+    class Own(threading.Thread):
+        def run(self):
+            made.append(torch.zeros(2, device="cuda"))
+
+    made = []
+    thread = Own()
+    thread.start()
+    thread.join()
+    with ThreadPoolExecutor() as pool:
+        made.append(pool.submit(torch.zeros, 2, device="cuda").result())
+    assert [tensor.device.type for tensor in made] == ["cpu", "cpu"]
+    standin.uninstall()
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(torch.zeros, 2).result().type() == "torch.FloatTensor"
+
+
+@without_gpu
 def test_random_states_are_the_cpus(installed):
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
@@ -69,8 +90,7 @@ def test_what_megatron_forgot_to_define_is_there_on_a_gpu_too(monkeypatch):
     assert not standin.stands_in()
     assert moe_utils.te_general_gemm is None
     assert torch.cuda.current_device is before
-    with standin.on_this_thread():
-        assert torch.zeros(2).type() == "torch.FloatTensor"
+    assert torch.zeros(2).type() == "torch.FloatTensor"
 
 
 @pytest.mark.gpu

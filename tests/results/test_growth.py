@@ -93,6 +93,15 @@ def test_without_a_gpu_all_kinds_of_memory_are_in_one_row() -> None:
     assert row.why == "anon_rss: +3.000 MiB/cycle after idle (rank 0, 3 cycles); others: tensor_bytes +0.500"
 
 
+@pytest.mark.parametrize("cycles", [4, 5, 6])
+@pytest.mark.parametrize("after", [2, 3])
+def test_one_jump_is_no_growth_in_every_cycle(cycles: int, after: int) -> None:
+    records = [level(cycle, "idle", "anon_rss", 900 + 3 * (cycle > after)) for cycle in range(1, cycles + 1)]
+    asked = Rule("memory_slope", "", slopes("idle"), limit=1, unit="MiB/cycle")
+    (row,) = judge(to_frame(records), {"cycles": cycles}, [asked])
+    assert row.passed
+
+
 def test_each_observed_phase_of_a_job_on_a_gpu_has_an_answer_for_each_kind_of_memory() -> None:
     records = [
         level(cycle, phase, metric, value)

@@ -18,6 +18,7 @@ from kit.share.judge import (
     one_owner,
     plan_valid,
     priority_kept,
+    progress_ended,
     progress_true,
     routed_to_awake,
     version_after_wake,
@@ -194,6 +195,15 @@ def test_a_plan_may_first_make_room_for_the_next_ones_grant() -> None:
     assert "training of a waits" in answer(priority_kept, *begun, shrinks, *asleep, commit, again)
     generation = {**shrinks, "shrinks": "", "grants": "a.generation:1", "expands": "a.generation:1"}
     assert not answer(plan_valid, SETTINGS, CLUSTERS, generation)
+
+
+def test_a_plan_may_state_no_demand_as_zero() -> None:
+    plan = {"event": "plan", "pipeline": "desk", "number": 1, "shrinks": "", "grants": "", "expands": ""}
+    assert not answer(progress_ended, *BEGINS, {**plan, "demand": "a:0"})
+    assert "states the demand" in answer(progress_ended, *BEGINS, {**plan, "demand": "a:1"})
+    asks = a("progress", completed=1, target=3)
+    assert not answer(progress_ended, *BEGINS, asks, {**plan, "demand": "a:2"})
+    assert "states the demand" in answer(progress_ended, *BEGINS, asks, {**plan, "demand": "a:0"})
 
 
 def test_limits_that_are_no_number_are_named() -> None:

@@ -857,21 +857,48 @@ def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) ->
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
 
 
-def test_a_step_that_is_tried_again_begins_with_the_groups_it_has() -> None:
-    """They stay selected from the first try; the straggler is selected in the second, long after it began."""
-    rows = System(groups=2, slow=(1,), steps=1).run()
-    begins = some(rows, "begin")
-    failed = {**rows[begins], "event": "error", "of": "begin", "why": "NaN"}
-    rows[begins:begins] = [dict(rows[begins]), failed, {**rows[begins], "event": "abort"}]
-    assert finding("trains_before_straggler", LoopLedger(rows)).value == 0
+@pytest.mark.parametrize("selects_again", [True, False])
+def test_a_step_that_is_tried_again_may_begin_where_it_selects_its_groups_again(selects_again: bool) -> None:
+    def row(when: float, event: str, **ids: Any) -> Row:
+        return {"event": event, "time": when, **ids}
+
+    def complete(group: int, when: float) -> list[Row]:
+        ids = {"group": group, "sample": 0, "replica": 0}
+        return [
+            row(when, "tokens", **ids, count=1, version=0),
+            row(when, "completed", **ids, version=0, length=1),
+            row(when, "ready", group=group, version=0),
+        ]
+
+    rows = [
+        row(0, "capacity", min_groups=1, groups_per_step=2, group=1, window=0, sampler="in-order"),
+        *[row(0, "reserved", group=group, version=0) for group in (0, 1)],
+        *[row(0, "sent", group=group, sample=0, replica=0) for group in (0, 1)],
+        *complete(0, 1),
+        row(1, "selected", group=0, step=0, version=0),
+        row(1, "begin", step=0),
+        row(1, "error", of="begin", step=0),
+        row(2, "abort", step=0),
+        *([row(2, "selected", group=0, step=0, version=0)] if selects_again else []),
+        *complete(1, 50),
+        row(50, "selected", group=1, step=0, version=0),
+        row(50, "begin", step=0),
+        row(51, "microbatch", step=0),
+        *[row(52, "trained", group=group, step=0, version=0) for group in (0, 1)],
+        row(52, "finish", step=0),
+        row(52, "bumped", version=1, step=0),
+    ]
+    assert ("trains_before_straggler" in violations(rows)) is not selects_again
 
 
-def test_an_empty_begin_starts_no_step() -> None:
-    rows = System(fault="waits-for-all", groups=2, slow=(1,), steps=1).run()
-    begin = rows.pop(some(rows, "begin"))
-    early = some(rows, "ready")
-    rows.insert(early + 1, {**begin, "time": rows[early]["time"]})
-    assert "after its last group" in violations(rows)["trains_before_straggler"]
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_failed_group_may_be_replaced_by_any_that_begins_later(replaced: bool) -> None:
+    rows = System(fails=(2,), on_failed="shrink", steps=2).run()
+    change("capacity", on_failed="replace")(rows)
+    failed = next(place for place, row in enumerate(rows) if row["event"] == "failed" and "sample" not in row)
+    later = [row for row in rows[failed:] if row["event"] != "reserved"]
+    rows[failed:] = [*later[:1], *([{**rows[some(rows, "reserved")], "group": 77}] if replaced else []), *later[1:]]
+    assert ("was not replaced" in violations(rows).get("eviction_justified", "")) is not replaced
 
 
 @pytest.mark.parametrize("ends", ["synced", "error"])

@@ -28,10 +28,10 @@ from kit.results.growth import (
     largest,
     need_cuda,
     nothing_piles_up,
+    rise,
     slope_limit,
     slopes,
     steady,
-    theil_sen,
     worst,
     worst_of,
 )
@@ -453,11 +453,12 @@ def times_do_not_rise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
     noise = (control.max() / control.min()).clip(lower=LEAST_RISE)
     answers = []
     for phase in ("release", "reload"):
-        times = seconds_by_cycle(frame, phase).iloc[WARM_UP:]
+        table = seconds_by_cycle(frame, phase)
+        times = table.iloc[WARM_UP:]
         if len(times) < config["cycles"] - WARM_UP:
             raise Missing(f"{phase} ran in {len(times) + WARM_UP} of {config['cycles']} cycles")
         first, last = times.iloc[0], times.iloc[-1]
-        rises = theil_sen(times).where((times.diff().iloc[1:].min() > 0) & (last > noise * first), 0.0)
+        rises = rise(table).where((times.diff().iloc[1:].min() > 0) & (last > noise * first), 0.0)
         rank: Any = rises.idxmax()
         shown = ", ".join(f"{seconds * 1e3:.0f}" for seconds in times[rank])
         why = f"{phase}: {shown} ms in cycles {times.index[0]} to {times.index[-1]}, {rises[rank]:+.2f} s per cycle (rank {rank})"

@@ -155,7 +155,7 @@ class Named:
 
     def sync_weights(self, *, timer=None, kv_scales=None):
         if self.ctx.role == "trainer":
-            scales = {name: torch.tensor([value]) for name, value in (kv_scales or {}).items()}
+            scales = {name: torch.tensor(value) for name, value in (kv_scales or {}).items()}
             tensors = {**dict(self.ctx.full_tensors()), **scales}
             if self.ctx.rank == 0:
                 dist.broadcast_object_list([tensors], src=0, group=self.group)

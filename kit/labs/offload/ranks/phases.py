@@ -301,14 +301,15 @@ class Offload:
         self, scene: str, rehearse: Callable[..., Iterable[rehearsals.Finding]], *args: Any, returns: bool = True
     ) -> None:
         """Rehearse twice: what the second time adds to descriptors, sockets, threads and groups was leaked by a failure. If a failure
-        `returns` everything, the level before counts too: gloo connects late. Otherwise the second time may go wrong in another way, which
-        proves nothing."""
+        `returns` everything, the level before counts too. Otherwise the second time may go wrong in another way, which proves nothing."""
         levels = [self._held()] if returns else []
         for _ in range(2):
             findings = [*rehearse(*args)]
             if not returns and levels and (not findings or any(finding.value for finding in findings)):
                 return
             self._findings(scene, findings)
+            if returns:
+                self._connect(wrong=any(finding.value for finding in findings if finding.metric != "restore_refused"))
             levels.append(self._held())
         levels.pop()
         highest = {kind: max(level[kind] for level in levels) for kind in levels[0]}
@@ -316,6 +317,12 @@ class Offload:
             most = highest[kind]
             text = f"{most} until the first time, {last} after the second" if last > most else ""
             self.ctx.record("rehearsal_left", max(0, last - most), text=text, scene=scene, kind=kind)
+
+    def _connect(self, *, wrong: bool) -> None:
+        """Use every group that came back, unless something is wrong on any rank: gloo opens connections as late as a group's first use."""
+        assert self.job_context
+        if not rehearsals.on_any_rank(self.job_context, wrong):
+            observe.talk_by_name()
 
     def _held(self, most: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """What this process holds. More than `most` has a while to close: a group closes its connections on a thread of its own."""

@@ -30,7 +30,7 @@ from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, lo
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, known_logits
 from kit.measure.observers.tensors import live_bytes
 from kit.measure.phase import MEMFD, shared_at
-from kit.megatron import model, scales, standin
+from kit.megatron import model, scales
 from kit.sync import transports
 from kit.sync.adopting import Adopting
 from kit.sync.buckets import Cut, Destination
@@ -87,10 +87,7 @@ class SyncReplica(Side):
         def forward(tokens: torch.Tensor) -> torch.Tensor:
             if self.ctx.device.type == "cuda":
                 torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
-            with standin.on_this_thread():
-                return (
-                    self.model.logits(tokens).float().clone()
-                )  # an engine may write its next logits into the same memory
+            return self.model.logits(tokens).float().clone()  # an engine may write its next logits into the same memory
 
         self.forwards = Forwards(forward, self.prompts(config.geometry.vocab), lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
