@@ -20,6 +20,7 @@ import gc
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -55,6 +56,7 @@ class Handle(dist.ProcessGroup):
             "rank": ranks[inner.rank()],
             "maker": maker,
         }
+        state.made.add(self)
 
     def __getattribute__(self, name: str) -> Any:
         if name in Handle.OWN:
@@ -95,6 +97,7 @@ class _State:
     generation = 0
     store: Any = None  # the default group's own store, from which every generation takes a prefix
     init_arguments: dict[str, Any] | None = None  # what initialize_model_parallel was last called with
+    made: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # all handles
 
 
 state = _State()

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -113,12 +113,13 @@ def _destroy(entry: _OnEntry, timeout_s: float) -> None:
         for group in _made_inside(entry):
             if group is c10d._world.default_pg:
                 continue
+            handles = _handles(group)
             dist.destroy_process_group(group)
-            _empty(group)
+            _empty(handles)
         if not entry.distributed:
-            world = c10d._world.default_pg
+            handles = _handles(c10d._world.default_pg)
             dist.destroy_process_group()
-            _empty(world)
+            _empty(handles)
 
 
 def _abort(entry: _OnEntry) -> None:
@@ -129,21 +130,29 @@ def _abort(entry: _OnEntry) -> None:
     for group in inside:
         if group is c10d._world.default_pg:
             continue
+        handles = _handles(group)
         forget(group)
-        _empty(group)
+        _empty(handles)
     if not entry.distributed and dist.is_initialized():
         world = c10d._world.default_pg
+        handles = _handles(world)
         forget(world)
         c10d._update_default_pg(None)
         c10d._world.tags_to_pg.clear()
         c10d._world.group_count = 0
-        _empty(world)
+        _empty(handles)
 
 
-def _empty(group: Any) -> None:
-    """Over gloo a group lives as long as anything refers to it; the handle lets go of it."""
-    if isinstance(group, Handle):
-        group.kit_inner = None
+def _handles(group: Any) -> list[Handle]:
+    """The handles of a registered group: itself, or those inside another system's wrapper that is registered in its place. Over gloo a
+    group lives as long as anything refers to it, so they must let go of it."""
+    name = c10d._world.pg_names.get(group)
+    return [group] if isinstance(group, Handle) else [made for made in state.made if made.group_name == name]
+
+
+def _empty(handles: Iterable[Handle]) -> None:
+    for handle in handles:
+        handle.kit_inner = None
 
 
 def _put_back(entry: _OnEntry) -> None:
