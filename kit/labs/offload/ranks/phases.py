@@ -42,6 +42,7 @@ PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be th
 NAMED = 5  # tensors that differ, in records of their own
 SHOWN = 2  # of what differs, in a text
 CLOSED_S = 1.0  # what is still open then does not close by itself
+MOST_TIMES = 4  # that a failure is rehearsed, while each time adds something
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -246,7 +247,7 @@ class Offload:
         may_retry = isinstance(self.releaser, KitReleaser) or self._promises_retries()
         if may_retry and self.config.kinds and not self.broken:
             assert self.job_context
-            self._twice("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
+            self._repeat("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Make one group impossible to destroy: the release must raise an error that names it. Twice, if it may be tried again; and for the
@@ -265,7 +266,7 @@ class Offload:
             text = findings_in_words(wrong)
             self.ctx.record("rehearsal_left", len(wrong), text=text, scene="late-rank", kind="arrivals")
         if kits or self._promises_retries():
-            self._twice("destroy-fails", rehearsals.destroy_fails, self.releaser, returns=kits)
+            self._repeat("destroy-fails", rehearsals.destroy_fails, self.releaser, returns=kits)
         else:
             self._findings("destroy-fails", rehearsals.destroy_fails(self.releaser))
 
@@ -297,32 +298,32 @@ class Offload:
     def _promises_retries(self) -> bool:
         return bool(getattr(getattr(self.releaser, "own", self.releaser), "retries", False))
 
-    def _twice(
+    def _repeat(
         self, scene: str, rehearse: Callable[..., Iterable[rehearsals.Finding]], *args: Any, returns: bool = True
     ) -> None:
-        """Rehearse twice: what the second time adds to descriptors, sockets, threads and groups was leaked by a failure. If a failure
-        `returns` everything, the level before counts too. Otherwise the second time may go wrong in another way, which proves nothing."""
-        levels = [self._held()] if returns else []
-        for _ in range(2):
+        """Rehearse a failure twice: what the second time adds to descriptors, sockets, threads and groups was leaked. If it `returns`
+        everything, the level before counts too, and later times must add it as well: gloo connects late, but each failure leaks. Otherwise
+        the second time may go wrong in another way, which proves nothing."""
+        assert self.job_context
+        highest = self._held() if returns else {}
+        left: dict[str, int] = {}
+        for before in range(MOST_TIMES if returns else 2):
             findings = [*rehearse(*args)]
-            if not returns and levels and (not findings or any(finding.value for finding in findings)):
+            if not returns and before and (not findings or any(finding.value for finding in findings)):
                 return
             self._findings(scene, findings)
-            if returns:
-                self._connect(wrong=any(finding.value for finding in findings if finding.metric != "restore_refused"))
-            levels.append(self._held())
-        levels.pop()
-        highest = {kind: max(level[kind] for level in levels) for kind in levels[0]}
-        for kind, last in self._held(highest).items():
-            most = highest[kind]
-            text = f"{most} until the first time, {last} after the second" if last > most else ""
-            self.ctx.record("rehearsal_left", max(0, last - most), text=text, scene=scene, kind=kind)
-
-    def _connect(self, *, wrong: bool) -> None:
-        """Use every group that came back, unless something is wrong on any rank: gloo opens connections as late as a group's first use."""
-        assert self.job_context
-        if not rehearsals.on_any_rank(self.job_context, wrong):
-            observe.talk_by_name()
+            held = self._held(highest if before else NOTHING)
+            if before:
+                added = {kind: max(0, held[kind] - most) for kind, most in highest.items()}
+                left = {kind: min(left.get(kind, number), number) for kind, number in added.items()}
+                texts = {
+                    kind: f"{most} until time {before}, {held[kind]} after the next" for kind, most in highest.items()
+                }
+                if not returns or not rehearsals.on_any_rank(self.job_context, any(left.values())):
+                    break
+            highest = {kind: max(number, highest.get(kind, 0)) for kind, number in held.items()}
+        for kind, number in left.items():
+            self.ctx.record("rehearsal_left", number, text=texts[kind] if number else "", scene=scene, kind=kind)
 
     def _held(self, most: Mapping[str, int] = NOTHING) -> dict[str, int]:
         """What this process holds. More than `most` has a while to close: a group closes its connections on a thread of its own."""
