@@ -30,6 +30,7 @@ from kit.share.books import (
     replica_of,
     specified,
 )
+from kit.share.state import KINDS
 from kit.share.stuck import (
     circle,
     device_requests,
@@ -114,6 +115,8 @@ def one_owner(ledger: DeskLedger) -> Violations:
     devices = ledger.limit("devices", 0)
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
+        if row.event == "granted" and row["kind"] not in KINDS:
+            yield f"{row}: there is no kind {row['kind']!r} of work; the kinds are {', '.join(KINDS)}"
         if gives_devices(row, books):
             count += 1
             owners = books.owners()

@@ -136,6 +136,7 @@ def test_a_right_ledger_passes() -> None:
 def test_a_cluster_is_granted_its_own_devices() -> None:
     elsewhere = [a("acquire", kind="training"), a("granted", kind="training", devices=(1,))]
     assert "its own are 0" in answer(one_owner, SETTINGS, CLUSTERS, *elsewhere, *BEGINS[2:])
+    assert "there is no kind 'traning'" in answer(one_owner, *BEGINS, a("granted", kind="traning", devices=(0,)))
     assert "there is no device 1" in answer(one_owner, {**SETTINGS, "devices": 1}, *BEGINS[1:], *ENDS)
 
 
