@@ -248,7 +248,7 @@ def restore_failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> 
 def rehearsals_leave_nothing(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - measures are called alike
     """Do failed releases and reloads leave no descriptor, socket, thread, group or arrival at a meeting behind?
 
-    What the second rehearsal of each failure adds; and whether all ranks meet after a meeting that one of them missed."""
+    What each further rehearsal of a failure adds; and whether all ranks meet after a meeting that one of them missed."""
     rows = frame[frame["metric"] == "rehearsal_left"]
     if rows.empty and frame[frame["phase"] == "rehearse_restore"].empty:
         raise NotMeasured(NOT_REHEARSED)

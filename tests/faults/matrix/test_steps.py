@@ -140,6 +140,14 @@ def test_a_step(world: World, kind: str, n: int) -> None:
     )
 
 
+def test_what_ends_cpp_is_in_the_error(world: World) -> None:
+    code = f"{IMPORTS}if rank == 1: ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()\ndist.barrier()"
+    with pytest.raises(RankDied, match=r"terminate called without an active exception\n.*Aborted") as caught:
+        world.run(code, timeout_s=30.0)
+    assert "<module>" in str(caught.value)  # where it was called
+    assert "Extension modules" not in str(caught.value)
+
+
 # -- what happens to ranks and torchrun from outside, in the middle of a step ---------------------------------------------
 
 OUTSIDE: dict[str, tuple[signal.Signals, bool, Expected]] = {
