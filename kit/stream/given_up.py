@@ -207,6 +207,11 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
     return "the group was neither filtered nor without a token"
 
 
+def _goes_on(ledger: LoopLedger, end: Row) -> bool:
+    """Whether a group that begins later, or would if the data had not ended, may replace this one."""
+    return any(row.at > end.at for row in ledger.of("reserved", "next_prompt"))
+
+
 def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
     """Why a group may not end as `failed` or `replaced`; empty if it may."""
     on_failed = ledger.setting("on_failed")
@@ -214,9 +219,7 @@ def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
         return "none of its requests failed"
     if on_failed == "stop":
         return "the loop continues although on_failed=stop"
-    if (
-        end.event == "failed" and on_failed == "replace" and ledger.of("reserved")[-1].at < end.at
-    ):  # a later one may replace it
+    if end.event == "failed" and on_failed == "replace" and not _goes_on(ledger, end):
         return "the group was not replaced although on_failed=replace"
     if end.event == "replaced" and on_failed == "shrink" and not _is_filtered(ledger, end):
         return "the group was replaced although on_failed=shrink"

@@ -195,13 +195,11 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
         raise NotMeasured(f"min_groups={least} lets no step begin before all its groups are complete")
     free, judged = 0, 0
     reaction = max(REACTION, _step_seconds(ledger) / 10)
-    tried: set[Id] = set()
+    starts: dict[Id, Row | None] = {}
     syncs = _syncs(ledger)
     for step in ledger.steps:
-        # A begin may be empty. But a step that is tried again may have its groups from the first try.
-        selected = () if step.id in tried else step.of("selected")
-        tried.add(step.id)
-        start = next(iter(selected or step.of("selected", "begin", "microbatch")), None)
+        # A begin may be empty. A step that is tried again began with the first try, whose groups it may keep.
+        start = starts.setdefault(step.id, next(iter(step.of("selected") or step.of("begin", "microbatch")), None))
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             could, last = _after_syncs(syncs, ledger.rows[max(free, rows[least - 1].at)]), rows[-1]
