@@ -378,7 +378,8 @@ def resume_from(state: Any) -> Resume:
             )
         return start
     refuse_state(state, RESUMED)
-    held = {*state.buffer, *(owed.replaces.id for owed in state.owed if owed.replaces is not None)}
+    replaced = (getattr(owed, "replaces", None) for owed in state.owed)  # what an own core owes may be of any kind
+    held = {*state.buffer, *(group.id for group in replaced if group is not None)}
     if state.step is not None:
         raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
     if state.prompt >= 0:

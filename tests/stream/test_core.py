@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -789,6 +790,12 @@ def test_a_resumed_run_goes_on_with_the_batch_of_its_version() -> None:
     driver.finish_group(2, 3)
     with pytest.raises(BadInput, match="step 1 is open"):
         resume_from(driver.state)
+
+
+def test_what_a_state_of_an_own_core_owes_may_be_of_any_kind() -> None:
+    held: dict[str, Any] = {"buffer": {7: None}, "owed": (2, 2), "prompt": 9, "counts": {"reserved": 9}}
+    state = SimpleNamespace(version=2, updates=4, steps=3, step=None, **held)
+    assert resume_from(state) == Resume(version=2, updates=4, steps=3, next=10, open=(7, 9))
 
 
 def test_a_state_of_an_own_core_may_say_where_to_resume() -> None:
