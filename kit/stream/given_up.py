@@ -208,8 +208,8 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
 
 
 def _goes_on(ledger: LoopLedger, end: Row) -> bool:
-    """Whether a group that begins later, or would if the data had not ended, may replace this one."""
-    return any(row.at > end.at for row in ledger.of("reserved", "next_prompt"))
+    """Whether a group that begins later may replace this one, or the data ended."""
+    return bool(ledger.of("exhausted")) or any(row.at > end.at for row in ledger.of("reserved", "next_prompt"))
 
 
 def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:

@@ -894,7 +894,7 @@ def test_a_step_that_is_tried_again_began_with_its_first_try() -> None:
     assert "after its last group" in violations(late)["trains_before_straggler"]
 
 
-@pytest.mark.parametrize("later", ["reserved", "next_prompt", ""])
+@pytest.mark.parametrize("later", ["reserved", "next_prompt", "exhausted", ""])
 def test_a_failed_group_may_be_replaced_by_any_that_begins_later(later: str) -> None:
     rows = System(fails=(2,), on_failed="shrink", steps=2).run()
     change("capacity", on_failed="replace")(rows)
