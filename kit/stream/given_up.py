@@ -207,11 +207,6 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
     return "the group was neither filtered nor without a token"
 
 
-def _goes_on(ledger: LoopLedger, end: Row) -> bool:
-    """Whether a group that begins later may replace this one, or the data ended."""
-    return bool(ledger.of("exhausted")) or any(row.at > end.at for row in ledger.of("reserved", "next_prompt"))
-
-
 def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
     """Why a group may not end as `failed` or `replaced`; empty if it may."""
     on_failed = ledger.setting("on_failed")
@@ -219,8 +214,6 @@ def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
         return "none of its requests failed"
     if on_failed == "stop":
         return "the loop continues although on_failed=stop"
-    if end.event == "failed" and on_failed == "replace" and not _goes_on(ledger, end):
-        return "the group was not replaced although on_failed=replace"
     if end.event == "replaced" and on_failed == "shrink" and not _is_filtered(ledger, end):
         return "the group was replaced although on_failed=shrink"
     return ""

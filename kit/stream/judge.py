@@ -769,8 +769,9 @@ def admitted(ledger: LoopLedger) -> Violations:
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
+    gone = {lost_from(ledger, row) for row in ledger.of(*lost) if ends_group(row)}
     for row in ledger.rows:
-        started -= ends_group(row) and row.event in lost
+        started -= row.at in gone
         if row.event == "reserved":
             started += row["group"] not in heirs
             now = ledger.version_at(row)
@@ -780,6 +781,16 @@ def admitted(ledger: LoopLedger) -> Violations:
             elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{counted(started, 'group')} started in time"
+
+
+def lost_from(ledger: LoopLedger, end: Row) -> int:
+    """Where a group is lost: its end, or if that is a failure, its last request that failed. Others may have to be cancelled first."""
+    fails = [
+        row.at
+        for row in ledger.of("failed")
+        if end.event == "failed" and "sample" in row.ids and row["group"] == end["group"] and row.at < end.at
+    ]
+    return max(fails, default=end.at)
 
 
 def _own_targets(ledger: LoopLedger, window: int) -> Violations:

@@ -894,15 +894,18 @@ def test_a_step_that_is_tried_again_began_with_its_first_try() -> None:
     assert "after its last group" in violations(late)["trains_before_straggler"]
 
 
-@pytest.mark.parametrize("later", ["reserved", "next_prompt", "exhausted", ""])
-def test_a_failed_group_may_be_replaced_by_any_that_begins_later(later: str) -> None:
-    rows = System(fails=(2,), on_failed="shrink", steps=2).run()
-    change("capacity", on_failed="replace")(rows)
-    failed = next(place for place, row in enumerate(rows) if row["event"] == "failed" and "sample" not in row)
-    rest = [row for row in rows[failed + 1 :] if row["event"] != "reserved"]
-    begins = [{**rows[some(rows, "reserved")], "event": later, "group": 77}] if later else []
-    rows[failed + 1 :] = [*begins, *rest]
-    assert ("was not replaced" in violations(rows).get("eviction_justified", "")) is (not later)
+@pytest.mark.parametrize("request_failed", [True, False])
+def test_a_group_whose_request_failed_leaves_the_window_before_its_others_are_cancelled(request_failed: bool) -> None:
+    rows = [
+        {"event": "capacity", "groups_per_step": 1, "group": 2, "window": 0, "places": 9, "sampler": "capacity"},
+        {"event": "reserved", "group": 0, "version": 0},
+        *([{"event": "failed", "group": 0, "sample": 0}] if request_failed else []),
+        {"event": "reserved", "group": 1, "version": 0},
+        {"event": "failed", "group": 0},
+        {"event": "bumped", "version": 1, "step": 0},
+    ]
+    rows = [{**row, "time": 0.0} for row in rows]
+    assert ("the window allows 1" in violations(rows).get("capacity_kept", "")) is not request_failed
 
 
 @pytest.mark.parametrize("ends", ["synced", "error"])
