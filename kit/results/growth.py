@@ -309,7 +309,7 @@ def steady(*phases: str) -> Measure:
             pairs = {("any earlier cycle", "both of the last two"): (table.iloc[:-2].max(), table.iloc[-2:].min())}
             if len(table) >= SLOPE_CYCLES:
                 warm = table.iloc[WARM_UP:]
-                slope = rise(table).clip(lower=-math.inf if len(table) >= RISING else 0)
+                slope = rise(table).clip(lower=0)
                 since = warm.index.to_numpy() - warm.index[0]
                 at_first = (warm - np.outer(since, slope)).median().clip(lower=warm.min())
                 pairs["the second cycle", "the last, on the line through all"] = at_first, at_first + slope * since[-1]

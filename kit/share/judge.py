@@ -115,7 +115,7 @@ def one_owner(ledger: DeskLedger) -> Violations:
     devices = ledger.limit("devices", 0)
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
-        if row.event == "granted" and row["kind"] not in KINDS:
+        if row.event == "granted" and row.get("kind") not in (None, *KINDS):
             yield f"{row}: there is no kind {row['kind']!r} of work; the kinds are {', '.join(KINDS)}"
         if gives_devices(row, books):
             count += 1
@@ -712,9 +712,8 @@ def progress_ended(ledger: DeskLedger) -> Violations:
             stated = {text.rpartition(":")[0]: int(text.rpartition(":")[2]) for text in str(row["demand"]).split()}
             sums = {name: books.progress(name) for name in books.clusters if books.streams.get(name)}
             counted = {name: target - done for name, (done, target) in sums.items()}
-            if any(
-                stated.get(name, 0) != counted.get(name, 0) for name in {*stated, *counted}
-            ):  # none may be stated as 0
+            # No demand may be stated as 0.
+            if any(stated.get(name, 0) != counted.get(name, 0) for name in {*stated, *counted}):
                 yield f"{row} states the demand {stated}; according to the reports it is {counted}"
         elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
             yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"

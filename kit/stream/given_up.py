@@ -21,7 +21,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     """Is every group that is given up too old, failed, or empty, as the settings allow?"""
     ledger.need("reserved", "group", "version")
     given_up = [row for rows in ledger.life.values() for row in rows if ends_group(row) and row.event != "cleared"]
-    evidence = _failures(ledger)
+    evidence = failed_requests(ledger)
     undone = _undone(ledger)
     chosen = _chosen(ledger)
     evicts_by = ledger.stated("evicts_by")
@@ -77,7 +77,7 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
     at_sync, repeated, lost = ledger.setting("at_sync"), 0, 0
     moves = [row.at for name in ("bumped", "hold", "sync_begin", "sync", "synced") for row in ledger.by_event[name]]
     gone = {name: ledger.by_event[name] for name in ("died", "left")}
-    evidence = _failures(ledger)
+    evidence = failed_requests(ledger)
     for group, samples in ledger.samples.items():
         for name, sample in samples.items():
             for before, again in pairwise(sample.sent):
@@ -153,7 +153,7 @@ def _tokens_between(ledger: LoopLedger, before: Row, again: Row) -> int:
     return max(0, sum(row.number("count") for row in lost) - max(0, goes_on - begins))
 
 
-def _failures(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
+def failed_requests(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
     """For each group, the rows that show that one of its requests failed."""
     rows: dict[Id, list[Row]] = {}
     for row in chain(ledger.by_event["failed"], ledger.by_event["error"]):

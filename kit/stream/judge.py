@@ -17,7 +17,7 @@ from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
-from kit.stream.given_up import eviction_justified, no_needless_waste
+from kit.stream.given_up import eviction_justified, failed_requests, no_needless_waste
 from kit.stream.history import (
     BY_TARGET,
     ENDS,
@@ -769,7 +769,16 @@ def admitted(ledger: LoopLedger) -> Violations:
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
-    gone = {lost_from(ledger, row) for row in ledger.of(*lost) if ends_group(row)}
+    # A group whose request failed is lost, although others of its requests must be cancelled before it ends as `failed`.
+    failed = failed_requests(ledger)
+    gone = {
+        max(
+            (row.at for row in failed.get(end["group"], ()) if end.event == "failed" and row.at < end.at),
+            default=end.at,
+        )
+        for end in ledger.of(*lost)
+        if ends_group(end)
+    }
     for row in ledger.rows:
         started -= row.at in gone
         if row.event == "reserved":
@@ -781,16 +790,6 @@ def admitted(ledger: LoopLedger) -> Violations:
             elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{counted(started, 'group')} started in time"
-
-
-def lost_from(ledger: LoopLedger, end: Row) -> int:
-    """Where a group is lost: its end, or if that is a failure, its last request that failed. Others may have to be cancelled first."""
-    fails = [
-        row.at
-        for row in ledger.of("failed")
-        if end.event == "failed" and "sample" in row.ids and row["group"] == end["group"] and row.at < end.at
-    ]
-    return max(fails, default=end.at)
 
 
 def _own_targets(ledger: LoopLedger, window: int) -> Violations:

@@ -108,11 +108,10 @@ def calls(rows: Iterable[Row]) -> Iterator[TrainerCall]:
     waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     free: dict[str, float] = {}
     for row in rows:
+        of = str(row.get("of"))
         if row.get("to") == "trainer":
             waiting[row.who, row.event].append(row)
-        elif row.event in ("done", "error") and (
-            asked := waiting[row.who, str(row.get("of"))] or waiting["", str(row.get("of"))]
-        ):
+        elif row.event in ("done", "error") and (asked := waiting[row.who, of] or waiting["", of]):
             call = asked.pop(0)
             yield TrainerCall(call, max(free.get(row.who, call.time), call.time), row.time, row.event == "error")
             free[row.who] = row.time

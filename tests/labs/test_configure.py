@@ -163,7 +163,8 @@ def test_what_a_fault_sets_is_what_it_needs(lab: Definition, monkeypatch: pytest
             assert complaints(lab, {}, fault) == {}
         for name, values in fault.needs.items():
             for value in values:
-                assert as_settings(validate(lab, {**fault.set, name: value}))[name] == value
+                ranks = {"ranks": value} if name == "cp" else {}  # which share the columns of a row
+                assert as_settings(validate(lab, {**fault.set, **ranks, name: value}))[name] == value
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)

@@ -857,6 +857,23 @@ def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) ->
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
 
 
+def test_a_step_that_is_tried_again_begins_with_the_groups_it_has() -> None:
+    """They stay selected from the first try; the straggler is selected in the second, long after it began."""
+    rows = System(groups=2, slow=(1,), steps=1).run()
+    begins = some(rows, "begin")
+    failed = {**rows[begins], "event": "error", "of": "begin", "why": "NaN"}
+    rows[begins:begins] = [dict(rows[begins]), failed, {**rows[begins], "event": "abort"}]
+    assert finding("trains_before_straggler", LoopLedger(rows)).value == 0
+
+
+def test_an_empty_begin_starts_no_step() -> None:
+    rows = System(fault="waits-for-all", groups=2, slow=(1,), steps=1).run()
+    begin = rows.pop(some(rows, "begin"))
+    early = some(rows, "ready")
+    rows.insert(early + 1, {**begin, "time": rows[early]["time"]})
+    assert "after its last group" in violations(rows)["trains_before_straggler"]
+
+
 def test_a_step_that_is_tried_again_began_with_its_first_try() -> None:
     def row(when: float, event: str, **ids: Any) -> Row:
         return {"event": event, "time": when, **ids}

@@ -13,7 +13,7 @@ STEP = "kit.megatron.split:MegatronSplit"
 BUGS = "kit.labs.split.ranks.bugs"
 ON_FSDP2 = {"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)}
 TWO_PARTS = {"backend": "fsdp2", "cp": 2}
-ON_PARTS = {"backend": ("fsdp2",), "cp": (2,)}
+ON_PARTS = {"backend": ("fsdp2",), "cp": (2, 3, 4, 8)}
 ON_MEGATRON = {"implementation": (KIT_SPLIT,), "backend": ("megatron",)}
 
 OF_THE_STEP = exposed_by(

@@ -129,7 +129,7 @@ def test_every_fault_is_known_here() -> None:
         ("late-lr", {"implementation": "own_split:Trainer"}, f"use implementation={KIT_SPLIT}"),
         ("dummy-bins-counted", {"backend": "megatron", "batching": "fixed"}, "use backend=fsdp2"),
         ("weights-cancel", {"recipe": "nll"}, "use recipe=grpo or dapo"),
-        ("scaled-by-cp", {"cp": 1}, "use cp=2"),
+        ("scaled-by-cp", {"cp": 1}, "use cp=2 or 3"),
         ("mask-not-shifted", {"loss": "mine:Reinforce"}, f"use loss={KIT_LOSS}"),
     ],
 )
