@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -113,13 +113,11 @@ def _destroy(entry: _OnEntry, timeout_s: float) -> None:
         for group in _made_inside(entry):
             if group is c10d._world.default_pg:
                 continue
-            handles = _handles(group)
-            dist.destroy_process_group(group)
-            _empty(handles)
+            with _emptied(group):
+                dist.destroy_process_group(group)
         if not entry.distributed:
-            handles = _handles(c10d._world.default_pg)
-            dist.destroy_process_group()
-            _empty(handles)
+            with _emptied(c10d._world.default_pg):
+                dist.destroy_process_group()
 
 
 def _abort(entry: _OnEntry) -> None:
@@ -130,27 +128,24 @@ def _abort(entry: _OnEntry) -> None:
     for group in inside:
         if group is c10d._world.default_pg:
             continue
-        handles = _handles(group)
-        forget(group)
-        _empty(handles)
+        with _emptied(group):
+            forget(group)
     if not entry.distributed and dist.is_initialized():
         world = c10d._world.default_pg
-        handles = _handles(world)
-        forget(world)
+        with _emptied(world):
+            forget(world)
         c10d._update_default_pg(None)
         c10d._world.tags_to_pg.clear()
         c10d._world.group_count = 0
-        _empty(handles)
 
 
-def _handles(group: Any) -> list[Handle]:
-    """The handles of a registered group: itself, or those inside another system's wrapper that is registered in its place. Over gloo a
-    group lives as long as anything refers to it, so they must let go of it."""
+@contextlib.contextmanager
+def _emptied(group: Any) -> Iterator[None]:
+    """End a registered group inside. Over gloo it lives as long as anything refers to it, so its handle lets go of it; or the handle inside
+    another system's wrapper, if that is registered in its place."""
     name = c10d._world.pg_names.get(group)
-    return [group] if isinstance(group, Handle) else [made for made in state.made if made.group_name == name]
-
-
-def _empty(handles: Iterable[Handle]) -> None:
+    handles = [group] if isinstance(group, Handle) else [made for made in state.made if made.group_name == name]
+    yield
     for handle in handles:
         handle.kit_inner = None
 

@@ -911,6 +911,12 @@ def test_a_step_that_is_tried_again_began_with_its_first_try() -> None:
     assert "after its last group" in violations(late)["trains_before_straggler"]
 
 
+def test_a_failed_group_is_replaced_or_missed_by_its_step() -> None:
+    rows = System(fails=(2,), on_failed="shrink").run()
+    change("capacity", on_failed="replace")(rows)
+    assert {*violations(rows)} == {"one_step_per_batch"}
+
+
 @pytest.mark.parametrize("request_failed", [True, False])
 def test_a_group_whose_request_failed_leaves_the_window_before_its_others_are_cancelled(request_failed: bool) -> None:
     rows = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,14 @@ def test_a_reload_that_fails_on_one_rank_alone_is_found_out(offload: Offload) ->
     alone = offload(implementation="mine:RetriesAlone", groups=False).verdict()
     assert failed(alone) == {"restore_failure_is_clean"}
     assert "no error: 1 (rank 0: the first allocation failed)" in why(alone, "restore_failure_is_clean")
+
+
+@pytest.mark.slow
+def test_groups_in_a_wrapper_that_megatron_keeps_end_with_the_job(offload: Offload) -> None:
+    """Megatron's DDP outlives its job where gradients are reduced while the backward pass runs, and keeps the wrappers of its groups."""
+    ddp: dict[str, Any] = {"ranks": 4, "pp": 2, "distributed_optimizer": True, "overlap_grad_reduce": True}
+    run = offload(implementation="own_wrapper:Wrapping", cycles=2, steps=1, **ddp)
+    assert failed(run.verdict()) == set()
 
 
 @pytest.mark.slow
