@@ -66,15 +66,17 @@ FILES = (
     "tests/view/test_worlds.py",
     "tests/world/",
 )
-# Tests with ranks in these run in the second process, which would otherwise finish long before the first.
+# Tests with ranks in these run in the second process, which would otherwise finish long before the first. So do those that make network
+# interfaces (second hosts), one after the other with the browser: it gives up requests when a machine's interfaces change.
 BESIDE = (
+    "tests/bench/test_runs.py",
     "tests/browser/",
     "tests/docs/",
     "tests/examples/",
     "tests/faults/test_nodes.py",
+    "tests/faults/test_ray.py",
     "tests/labs/offload/test_own_code.py",
     "tests/labs/share/",
-    "tests/labs/split/test_own.py",
     "tests/labs/stream/",
     "tests/labs/sync/test_own.py",
     "tests/test_notebooks.py",

@@ -481,16 +481,26 @@ class Crew:
         return [asked[number].answers.pop(number, None) if number in asked else None for number in numbers]
 
     def first_exit(self, seconds: float = 5.0) -> Exit | None:
-        """The end that came before the others', with its status; waits for the agents' account of it."""
+        """The end that came before the others', with its status; waits for the agents' account of it, and of the rank that torchrun
+        ended the others for."""
 
         def first() -> Exit | None:
-            return min(self.exits, key=lambda one: (one.victim, one.at), default=None)
+            return min(self.exits, key=lambda end: (end.victim, end.at), default=None)
+
+        def is_known() -> bool:
+            end = first()
+            return end is not None and end.status is not None and not (end.victim and self._may_report_more())
 
         first_machine = self.plan.machines[0]
-        self._hear_until(
-            lambda: first_machine not in self.agents or ((agent := first()) and agent.status is not None), seconds
-        )
+        self._hear_until(lambda: first_machine not in self.agents or is_known(), seconds)
         return first()
+
+    def _may_report_more(self) -> bool:
+        """Whether an agent has not reported yet how all of its ranks ended."""
+        reported = {end.rank for end in self.exits}
+        return any(
+            agent.ended < self.generation or not agent.statuses.keys() <= reported for agent in self.agents.values()
+        )
 
     def out_of_memory(self, node: int) -> str:
         """How many processes of this machine's control group the kernel has killed for memory since these ranks started; empty if none."""

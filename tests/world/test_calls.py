@@ -104,6 +104,46 @@ def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> 
         assert len(ended) == 1
 
 
+SIGTERM_OF_0 = {"exit": 0, "pid": 10, "status": -15, "at": 1.0}
+EXIT_OF_1 = {"exit": 1, "pid": 11, "status": 1, "at": 0.9}
+ACCOUNT = {"ended": 0, "error": "ChildFailedError", "statuses": {"1": 1}}
+
+
+@pytest.mark.parametrize(
+    ("reports", "heard", "end"),
+    [
+        pytest.param([SIGTERM_OF_0, EXIT_OF_1, ACCOUNT], 2, (1, 1), id="the cause is reported late"),
+        pytest.param(
+            [SIGTERM_OF_0, ACCOUNT, EXIT_OF_1], 3, (1, 1), id="the cause is reported after torchrun's account"
+        ),
+        pytest.param([EXIT_OF_1, SIGTERM_OF_0, ACCOUNT], 1, (1, 1), id="nothing is waited for once the cause is known"),
+        pytest.param(
+            [SIGTERM_OF_0, {**ACCOUNT, "statuses": {"0": -15}}], 2, (0, -15), id="somebody sent SIGTERM to a rank"
+        ),
+    ],
+)
+def test_a_rank_that_torchrun_ended_is_not_the_first_while_others_may_be_reported(
+    monkeypatch: pytest.MonkeyPatch, reports: list[dict[str, Any]], heard: int, end: tuple[int, int]
+) -> None:
+    agent = AgentEnd(0, None)  # type: ignore[arg-type]
+    crew = Crew.__new__(Crew)
+    crew.agents, crew.silent, crew.exits, crew.generation = {0: agent}, set(), [], 0
+    crew.plan = SimpleNamespace(machines=[0])  # type: ignore[assignment]
+    crew.members = [SimpleNamespace(rank=rank, pid=10 + rank) for rank in range(2)]  # type: ignore[misc]
+    left = list(reports)
+
+    def hear(done: Any, _seconds: float) -> bool:
+        while left and not done():
+            crew._note(agent, left.pop(0))
+        return done()
+
+    monkeypatch.setattr(crew, "_hear_until", hear)
+    first = crew.first_exit()
+    assert first is not None
+    assert (first.rank, first.status) == end
+    assert len(reports) - len(left) == heard
+
+
 class LostMachine:
     """A link to an agent that never answers."""
 

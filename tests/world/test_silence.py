@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import signal
 import sys
 from types import FrameType
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from kit.world.calls import RankLook, blame
-from kit.world.channel import Exit
 from kit.world.leftovers import users_part
 from kit.world.rankside import awaited
 
@@ -68,11 +66,6 @@ def stage(
 )
 def test_blame(silent: list[int], found: dict[int, RankLook], culprits: tuple[int, ...]) -> None:
     assert blame(silent, found, sorted({*silent, *found}))[0] == culprits
-
-
-def test_the_first_end_is_not_that_of_a_rank_which_torchrun_ended() -> None:
-    ends = [Exit(0, -signal.SIGTERM, 1.0), Exit(1, None, 1.1), Exit(2, -signal.SIGKILL, 1.2)]
-    assert min(ends, key=lambda one: (one.victim, one.at)).rank == 1
 
 
 class Handle:
