@@ -461,16 +461,21 @@ def version_order(frame: pd.DataFrame, config: Config) -> Measured:
     The sampled points of every sync on every receiver against the required order; and forwards on another version than reported."""
     wrong, count, first = out_of_order(frame, trainer_ranks(config), own=bool(config.get("implementation")))
     late = frame[frame["metric"] == "written_late"]
-    labels = frame[frame["metric"] == "mislabelled"]["value"].sum()
+    labels, open_labels = (
+        frame[frame["metric"] == name]["value"].sum() for name in ("mislabelled", "labelled_outside")
+    )
     unlocked = max(frame[frame["metric"] == "unlocked"]["value"], default=0)
     reasons = [
         first,
         f"{labels:.0f} forwards ran on another version than the replica reported" if labels else "",
         f"the sender's lock was free at {unlocked:.0f} points of a sync" if unlocked else "",
         f"tensors changed after their version was published: {worst(late).why}" if late["value"].sum() else "",
+        f"`publish` was called outside of the gate in {counted(int(open_labels), 'sync')} on receivers"
+        if open_labels
+        else "",
         f"all {count} syncs on receivers ran in the required order",
     ]
-    return Measured(float(wrong + labels + unlocked + late["value"].sum()), next(filter(None, reasons)))
+    return Measured(float(wrong + labels + open_labels + unlocked + late["value"].sum()), next(filter(None, reasons)))
 
 
 def no_double_bump(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - measures are called alike

@@ -93,6 +93,15 @@ class PublishesInTheMiddle(HostBuckets):
         super().expand(version, targets)
 
 
+class PublishesAfterTheGate(Folders):
+    """A forward between the two runs on new weights and reports the old version."""
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            for name, tensor in tensors.items():
+                self.ctx.load(name, tensor)
+        self.ctx.publish(version)
+
+
 class GateForEveryBucket(HostBuckets):
     """Forwards may run between two buckets."""
     def expand(self, version, targets):
@@ -270,6 +279,11 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
         ("mine:WithoutTheGate", "no_torn_reads", "tensors changed while the gate was open"),
         ("mine:GateForEveryBucket", "no_torn_reads", "weights changed within several gates of one sync"),
         ("mine:PublishesInTheMiddle", "version_order", "published"),
+        (
+            "mine:PublishesAfterTheGate",
+            "version_order",
+            "`publish` was called outside of the gate in 6 syncs on receivers",
+        ),
         ("mine:KeepsTheOldCopy", "bit_exact", "tensors_differ"),
         ("mine:KeepsWhatArrived", "no_second_copy", "after base"),
         ("mine:PublishesNothing", "no_double_bump", "version"),

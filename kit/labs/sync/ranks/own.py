@@ -268,6 +268,7 @@ class OwnReplica(SyncReplica):
         self.last_look = self.hashed()
         self.outside: set[str] = set()  # tensors that changed outside of the gate
         self.gates: list[set[str]] = []  # those that changed within each gate
+        self.labelled_outside = False
         self.published: dict[str, str] = {}  # what the weights held when they got their label
         self.cut = self.model.weights(self.destinations())
 
@@ -307,6 +308,7 @@ class OwnReplica(SyncReplica):
 
     def publish(self, version: int) -> None:
         self.receiver.version = version
+        self.labelled_outside |= not self.inside
         self.watch.point("publish")
         self.published = self.hashed()
 
@@ -341,6 +343,7 @@ class OwnReplica(SyncReplica):
         self.ctx.record("written_late", len(late), text=listed_names(late))
         if not asleep:
             self.ctx.record("written_outside", len(self.outside), text=listed_names(sorted(self.outside)))
+            self.ctx.record("labelled_outside", int(self.labelled_outside))
             self.ctx.record("gates_written", sum(bool(changed) for changed in self.gates))
         self.ctx.record("wall", log.seconds["receive"], "s")
         self.record_log(log, began)
