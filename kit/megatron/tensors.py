@@ -21,7 +21,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +82,8 @@ def named_tensors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, str,
             name = f"optimizer{number}.param{place}"
             yield "optimizer", name, param.data
             yield from _grads(name, param)
-            for key, value in inner.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield "optimizer", f"{name}.{key}", value
+            for path, tensor in _nested(name, inner.state.get(param, {})):
+                yield "optimizer", path, tensor
 
 
 def ddp_buffers(chunk: Any) -> list[Any]:
@@ -99,6 +98,18 @@ def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
             value = getattr(param, attribute, None)
         if value is not None:
             yield "grads", f"{name}.{attribute}", value
+
+
+def _nested(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an optimizer's state by name. That of torch's L-BFGS has lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _nested(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _nested(f"{path}.{place}", item)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -247,3 +247,18 @@ def test_a_reload_whose_fill_fails_leaves_everything_away():
     mover.restore()
     assert torch.equal(model.weight, before)
     mover.close()
+
+
+def test_tensors_in_lists_of_an_optimizers_state_are_found() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        net(torch.ones(3)).square().backward()
+        return net(torch.ones(3)).square().sum()
+
+    optimizer.step(loss)
+    found = {name: tensor for kind, name, tensor in tensors.named_tensors([net], optimizer) if kind == "optimizer"}
+    assert found["optimizer0.param0.old_dirs.0"] is optimizer.state[net.weight]["old_dirs"][0]
+    assert found["optimizer0.param0.d"] is optimizer.state[net.weight]["d"]

@@ -157,8 +157,9 @@ def test_a_bug_of_the_kits_own_code_is_not_put_into_somebodys(offload: Offload) 
 
 @pytest.mark.slow
 @pytest.mark.drawn(2, of="own code")
-def test_a_job_without_megatron(offload: Offload) -> None:
-    run = offload(model="mine:Plain", cycles=2)
+@pytest.mark.parametrize("job", ["mine:Plain", "mine:QuasiNewton"])
+def test_a_job_without_megatron(offload: Offload, job: str) -> None:
+    run = offload(model=job, cycles=2)
     verdict = run.verdict()
     assert failed(verdict) == set()
     assert why(verdict, "training_continues_bitwise").startswith("3 steps and all final tensors")
