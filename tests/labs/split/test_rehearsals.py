@@ -253,6 +253,22 @@ class KeepsSomethingOnce(Step):
         job.setdefault("history", []).append(torch.zeros(1))
 
 
+class SkipsNoRows(Step):
+    """Takes data without any key as no rows."""
+
+    def microbatch(self, data: Batch) -> None:
+        if data:
+            super().microbatch(data)
+
+
+class LooksFirst(Step):
+    """Its own look at the data raises, and the step goes on after it."""
+
+    def microbatch(self, data: Batch) -> None:
+        _ = data["input_ids"]
+        super().microbatch(data)
+
+
 class StoresRows(Step):
     """Trains on the caller's rows, but only in finish."""
 
@@ -407,6 +423,18 @@ def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> N
     rehearsals.memory_of_steps(made, batch())
     assert [metric for metric, value, _, _ in made.found] == [f"{name}_kept" for name in rehearsals.Kept._fields] * 4
     assert tuple(f"{metric} {ids['end']}" for metric, value, _, ids in made.found if value) == kept
+
+
+@pytest.mark.parametrize(("step", "silent"), [(Step, ()), (SkipsNoRows, ()), (LooksFirst, ("microbatch", "finish"))])
+def test_what_follows_an_error_in_a_pipeline(step: Any, silent: tuple[str, ...]) -> None:
+    made = scene(step, config=dataclasses.replace(CONFIG, ranks=2, pp=2))
+    rehearsals.raised(made, batch())
+    wrong = {metric for metric, value, *_ in made.found if value} - {
+        "error_changed"
+    }  # this job's abort restores nothing
+    assert wrong == ({"misuse_silent", "error_ticked"} if silent else set())
+    accepted = [ids["call"] for metric, value, _, ids in made.found if value and metric == "misuse_silent"]
+    assert accepted == [f"{call} after an error in microbatch" for call in silent]
 
 
 @pytest.mark.parametrize(("step", "differs"), [(Step, False), (StoresCopies, False), (StoresRows, True)])

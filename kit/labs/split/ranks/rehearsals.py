@@ -250,6 +250,11 @@ def raised(scene: FailingScene, batch: Batch) -> None:
         ways["interrupt in microbatch"] = lambda: broken_microbatch(scene, batch, KeyboardInterrupt)
     for after, breaks in ways.items():
         swallowed = breaks() is None
+        if (
+            swallowed and after == "error in microbatch" and scene.config.pp > 1
+        ):  # no rows may be fine, and nothing is stored
+            scene.step.abort()
+            continue
         scene.note("error_swallowed", int(swallowed), after=after)
         scene.note_hooks(after)
         if swallowed:  # the step has been finished, or is open: what it refuses now says nothing
@@ -270,10 +275,10 @@ def broken_microbatch(scene: FailingScene, batch: Batch, kind: type[BaseExceptio
     scene.begin(loss)
     if scene.config.backend == "megatron":
         scene.feed(batch)
+    if scene.config.pp > 1:  # an error inside the schedule would leave other stages waiting, so all ranks get no rows
+        return raised_by(lambda: scene.feed({}))
     loss.armed = True
-    # An error inside the schedule would leave other pipeline stages waiting, so all ranks get no rows.
-    last = {} if scene.config.pp > 1 else batch
-    error = raised_by(lambda: scene.feed(last))
+    error = raised_by(lambda: scene.feed(batch))
     return error if error or loss.raised else raised_by(scene.step.finish)
 
 
