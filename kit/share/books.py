@@ -357,7 +357,7 @@ class Books:
                 self.waking.discard(key)
                 self.active[name].add(replica)
                 self.generating.add(name)
-            case "error" if row.get("of") == "expand":
+            case "error" if row.get("of") == "expand" and key in self.waking:  # not of one whose ranks have died since
                 self.lose(key)
             case "died" if row.get("core") != name:
                 self.lose(key)

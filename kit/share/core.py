@@ -13,7 +13,7 @@
 | devices | shrunk (who, replica) | answers left (replica, devices), after which the replica gets no requests and sleeps |
 | devices | expanded (who, replica), then joined (replica) | answers the command `expand` (replica, devices) to "devices" |
 | devices | error (of, who, replica, why) | none: a shrink or an expand failed |
-| devices | died (who; replica) | none: without a replica the whole pipeline is gone, and its devices are free |
+| devices | died (who; replica) | none: without a replica the whole pipeline is gone, also before it registers, and its devices are free |
 | devices | restarted (who; replica) | none: new ranks replace those that died. The replica may wake, or the pipeline may register, again |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
@@ -28,6 +28,8 @@ What a desk in place of this one has to know:
   the r-th `tp` of `generation`. A request without `cluster` is for the cluster of its kind (`kit.share.state.KINDS`).
 - The desk sends `joined` once it has `expanded`; a replica gets no request before. A request for generation is granted with the first
   replica that joins, and others may join later. `released` and `unregistered` follow the last `shrunk`.
+- A pipeline may ask again for what its request waits for: answer that with an error, or grant both. One that died is told `unregistered`
+  too; it does not wait for that.
 - A request that will not be granted is answered by `error` (`of="acquire"`, kind, cluster, why): after `request_ms`, and when its
   pipeline is removed or unregisters.
 - With `config.admission_ms`, a pipeline starts after the first hand-over of the one before it (it releases training), which trains again

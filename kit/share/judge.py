@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -198,12 +198,20 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
     if not rows:
         raise Missing("no `plan` or `commit` event has the id `idle`")
     last: Row | None = None
+    given_back: dict[
+        str, set[int]
+    ] = {}  # by pipelines that leave: a desk may count them as idle at once, or once they are gone
+    before: Books | None = None
     for row, books in ledger.replay():  # the books are as they were after `last`
+        if last is not None and last.event == "unregister":
+            given_back.setdefault(last.who, books.idle() - (before.idle() if before else set()))
+        elif last is not None and last.event in ("gone", "clusters"):
+            given_back.pop(last.who, None)
         if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
-            stated, counted = set(numbers(last["idle"])), books.idle()
-            if stated != counted:
-                yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(counted)}"
-        last = row
+            stated, idle = set(numbers(last["idle"])), books.idle()
+            if not idle - set[int]().union(*given_back.values()) <= stated <= idle:
+                yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(idle)}"
+        last, before = row, books
     yield from idle_too_early(ledger)
     return f"idle devices match at {len(rows)} counts"
 
@@ -250,11 +258,20 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
 def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per grant for which no request waits, neither the pipeline's nor one that the desk repeated; and per replica that
     joins again without having left."""
-    answers = {end.at for _, end in device_requests(ledger) if end is not None}
+    requests = [*device_requests(ledger)]
+    answers = {end.at for _, end in requests if end is not None}
+    first = {asked.at for asked, _ in requests} | ledger.refused
+    repeated: Counter[tuple[str, Any]] = Counter()  # requests while an equal one waits: each may be granted too
     joined: dict[tuple[str, Any], Row] = {}
     for row, books in ledger.replay():
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
-            yield f"{row}: no request waits for it"
+            if not repeated[row.who, row["kind"]]:
+                yield f"{row}: no request waits for it"
+            repeated[row.who, row["kind"]] -= 1
+        elif row.event == "acquire" and row.at not in first:
+            repeated[row.who, row["kind"]] += 1
+        elif row.event in ("release", "planned_release"):
+            repeated.pop((row.who, row.get("kind", "generation")), None)
         elif row.event == "joined" and "to" in row.ids:  # of the desk: a pipeline notes what it hears
             if (before := joined.get(replica_of(row))) is not None:
                 yield f"{row}: the replica has joined before (row {before.at}) and not left"
@@ -331,7 +348,7 @@ def priority_kept(ledger: DeskLedger) -> Violations:
 
 
 def makes_room(plan: Row, books: Books, wanted: set[int]) -> bool:
-    """Whether a plan just frees devices, all that are wanted, for the next one to grant them."""
+    """Whether a plan only frees devices, and the next one can grant those that are wanted."""
     freed = {
         device
         for name, _, replicas in ops(plan, "shrinks")
@@ -339,7 +356,7 @@ def makes_room(plan: Row, books: Books, wanted: set[int]) -> bool:
         for device in books.bundle(name, replica)
     }
     others = any(ops(plan, which) for which in ("grants", "expands"))
-    return not others and not wanted <= books.idle() and wanted <= books.idle() | freed
+    return bool(freed) and not others and wanted <= books.idle() | freed
 
 
 def unplanned(books: Books) -> Iterable[tuple[str, str]]:
@@ -685,7 +702,15 @@ def admission(ledger: DeskLedger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
     staggered = ledger.limit("admission_ms", 0) > 0
+    registered: dict[str, str] = {}  # the one that registered last before
+    departed: set[str] = set()
+    last = ""
     for row, books in ledger.replay():
+        if row.event == "clusters":
+            registered[row.who], last = last, row.who
+            departed.discard(row.who)
+        elif row.event == "gone":
+            departed.add(row.who)
         names = list(books.clusters)
         if row.who not in names:
             continue
@@ -694,7 +719,8 @@ def admission(ledger: DeskLedger) -> Violations:
             yield f"{row}: the pipeline has not been admitted"
         elif row.event == "admitted" and staggered and at and row.who not in books.admitted:
             before = names[at - 1]
-            if before not in books.handed_over | books.closing and (row.who, "starts") not in books.over:
+            over = books.handed_over | books.closing | departed
+            if not {before, registered.get(row.who, before)} & over and (row.who, "starts") not in books.over:
                 yield f"{row}: {before} has not handed over and the limit is not reached"
         elif row.event == "queued" and staggered and row["kind"] == "training":
             for after in not_set_up(books, row.who):

@@ -63,7 +63,9 @@ class Member:
     def step(self, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
         name, of = event.name, event.get("of")
         commands: tuple[Command, ...] = ()
-        state = replace(state, alone=state.alone or name == "unregistered" or (name == "error" and of == self.desk))
+        # A desk owes nothing to a pipeline that has died, and may have ended with it.
+        alone = name == "unregistered" or (name == "error" and of in (self.desk, "trainer"))
+        state = replace(state, alone=state.alone or alone)
         if state.ended is not None and state.alone:
             return state, (state.ended,)
         if state.core is None and name == "admitted":

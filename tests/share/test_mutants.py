@@ -233,7 +233,12 @@ MUTANTS = (
         "the watchdog asks for who needs nothing",
     ),
     mutant("core:on_unregister", 'wake_waiters(t, name, "unregistered")', "pass", "waiters are not woken"),
-    mutant("core:on_unregister", "give_back(t, name, cluster, lease.kind)", "pass", "who leaves keeps its devices"),
+    mutant(
+        "core:drop_pipeline",
+        "lease.devices for key, lease in t.leases.items() if key[0] == name",
+        "()",
+        "who dies keeps its trainer's devices",
+    ),
     mutant(
         "core:drop_pipeline",
         "for key, lease in t.leases.items() if key[0] != name}",
@@ -263,8 +268,8 @@ MUTANTS = (
     ),
     mutant(
         "member:Member.step",
-        'state.alone or name == "unregistered" or (',
-        'name == "unregistered" or (',
+        "state.alone or alone",
+        "alone",
         "waits for a desk that is gone",
     ),
 )

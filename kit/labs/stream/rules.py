@@ -291,6 +291,9 @@ def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
 
 def death_named_in_time(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     """Is a killed replica named within a second?"""
+    rehearsed = select(frame, phase="rehearse")
+    if not rehearsed["metric"].isin(["killed", "named_seconds"]).any():
+        raise NotMeasured("the last replica decoded nothing with version 1, so it was not killed; use more steps")
     seconds = select(frame, phase="rehearse", metric="named_seconds")["value"].iloc[-1]
     return Measured(float(seconds), "from the kill of the replica to its name in the ledger")
 

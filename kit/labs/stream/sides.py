@@ -191,6 +191,7 @@ class Losing(LiveRanks):
             ranks = self.drive.roles[replica_role(last)]
             self.drive.lost |= {*ranks}
             self.killed_at = time.time()
+            self.drive.record("killed", None, text=replica_role(last))
             self.drive.world.kill_rank(ranks[0])
         if any(event.name == "died" for event in arrived):
             self.drive.record("named_seconds", time.time() - self.killed_at, "s")

@@ -16,8 +16,9 @@ import pytest
 import kit
 from kit.cli import main
 from kit.labs.stream import drive
-from kit.labs.stream.rules import LOOPS, RESUMED, ledger, recomputed_as_sampled
+from kit.labs.stream.rules import LOOPS, RESUMED, death_named_in_time, ledger, recomputed_as_sampled
 from kit.loop.messages import Command, Event
+from kit.results.rules import Missing, NotMeasured
 from kit.stream import sides
 from kit.stream.live import LiveRanks
 from kit.stream.ports import replica_role
@@ -108,6 +109,17 @@ def test_a_trained_sample_that_is_not_recomputed_is_named(run: kit.Run) -> None:
     found = recomputed_as_sampled(frame.drop(frame.index[frame["metric"] == "recomputed"][0]), {})
     assert found.value == 1
     assert "(left out)" in found.why
+
+
+def test_a_replica_that_was_never_killed_is_not_missed(run: kit.Run) -> None:
+    """With few steps the last replica may decode nothing with version 1. A kill that nobody named does count."""
+    frame = run.frame()
+    assert death_named_in_time(frame, {}).value > 0
+    unnamed = frame[frame["metric"] != "named_seconds"]
+    with pytest.raises(Missing, match="'named_seconds'"):
+        death_named_in_time(unnamed, {})
+    with pytest.raises(NotMeasured, match="so it was not killed; use more steps"):
+        death_named_in_time(unnamed[unnamed["metric"] != "killed"], {})
 
 
 class Early(drive.Losing):

@@ -1,0 +1,195 @@
+"""What a desk in place of the kit's may do in several ways: each passes, and what is wrong in all of them fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kit.loop.messages import Command, Event, Map
+from kit.share.member import Member
+from kit.share.state import Cluster
+from tests.share.chaos import violations
+
+Facts = dict[str, Any]
+LIMITS: Facts = {"event": "limits", "devices": 2, "pipeline": "desk", "watchdog_ms": 500}
+
+
+def of(name: str, event: str, **ids: Any) -> Facts:
+    return {"event": event, "pipeline": name, **ids}
+
+
+def joins(name: str, **clusters: Any) -> list[Facts]:
+    return [of(name, "register"), of(name, "clusters", tp=1, **clusters), of(name, "admit"), of(name, "admitted")]
+
+
+def desk(event: str, number: int, idle: tuple[int, ...] = (), **what: str) -> Facts:
+    operations = {"shrinks": "", "grants": "", "expands": ""} if event == "plan" else {}
+    return of("desk", event, number=number, idle=idle, **{**operations, **what})
+
+
+def wakes(name: str, replica: int, device: int) -> list[Facts]:
+    return [
+        of(name, "expand", replica=replica, devices=(device,)),
+        of(name, "expanded", replica=replica),
+        of(name, "joined", replica=replica),
+    ]
+
+
+def sleeps(name: str, replica: int, device: int) -> list[Facts]:
+    return [of(name, event, replica=replica, devices=(device,)) for event in ("left", "shrink", "shrunk")]
+
+
+def asks(name: str, kind: str) -> list[Facts]:
+    cluster = "generation" if kind == "generation" else "trainer"
+    return [of(name, "acquire", kind=kind), of(name, "queued", kind=kind, cluster=cluster)]
+
+
+def found(rows: list[Facts], check: str) -> str:
+    return violations([{"time": at / 100, **row} for at, row in enumerate(rows)]).get(check, "")
+
+
+def leaving(first: tuple[int, ...], second: tuple[int, ...], gone: tuple[int, ...]) -> list[Facts]:
+    """A pipeline leaves that trains on device 0, and has a replica on device 1."""
+    return [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(1,)),
+        *asks("a", "generation"),
+        desk("plan", 1, (0, 1), expands="a.generation:0"),
+        *wakes("a", 0, 1),
+        of("a", "granted", kind="generation", cluster="generation", devices=(1,)),
+        desk("commit", 1, (0,)),
+        *asks("a", "training"),
+        desk("plan", 2, (0,), grants="a.trainer:0"),
+        of("a", "granted", kind="training", cluster="trainer", devices=(0,)),
+        desk("commit", 2),
+        of("a", "unregister"),
+        desk("plan", 3, first, shrinks="a.generation:0"),
+        *sleeps("a", 0, 1),
+        desk("commit", 3, second),
+        of("a", "gone", how="unregistered", idle=gone),
+        of("a", "unregistered"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gone", "wrong"),
+    [
+        pytest.param((0,), (0, 1), (0, 1), "", id="a leaving trainer's device is idle at once"),
+        pytest.param((), (1,), (0, 1), "", id="or once the pipeline is gone"),
+        pytest.param((), (1,), (1,), "`gone` of a", id="not later"),
+        pytest.param(
+            (1,), (1,), (0, 1), "`plan` of desk, number 3", id="a replica's device is not idle while it is awake"
+        ),
+    ],
+)
+def test_when_a_leaving_trainers_device_is_idle(
+    first: tuple[int, ...], second: tuple[int, ...], gone: tuple[int, ...], wrong: str
+) -> None:
+    answer = found(leaving(first, second, gone), "devices_conserved")
+    assert wrong in answer
+    assert bool(answer) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("requests", "grants", "wrong"), [(1, 1, False), (2, 1, False), (2, 2, False), (1, 2, True), (2, 3, True)]
+)
+def test_a_request_that_is_repeated_may_be_granted_as_often(requests: int, grants: int, wrong: bool) -> None:
+    rows = [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(1,)),
+        *asks("a", "generation") * requests,
+        desk("plan", 1, (0, 1), expands="a.generation:0"),
+        *wakes("a", 0, 1),
+        *[of("a", "granted", kind="generation", cluster="generation", devices=(1,))] * grants,
+        desk("commit", 1, (0,)),
+    ]
+    assert ("no request waits for it" in found(rows, "no_request_lost")) == wrong
+
+
+def staggered(*, b_left: bool) -> list[Facts]:
+    """Of a, b and c, a trains late; b has trained before it, and has left or not."""
+    hands_over = [
+        *asks("b", "training"),
+        of("b", "granted", kind="training", cluster="trainer", devices=(1,)),
+        of("b", "release", kind="training"),
+    ]
+    leaves = [of("b", "unregister"), of("b", "gone", how="unregistered", idle=(0, 1)), of("b", "unregistered")]
+    return [
+        {**LIMITS, "admission_ms": 5000},
+        *joins("a", trainer=(0,), generation=(0,)),
+        *joins("b", trainer=(1,), generation=(1,))[:-1],
+        of("b", "admission_limit", side="starts"),
+        of("b", "admitted"),
+        *(hands_over if b_left else []),
+        *(leaves if b_left else []),
+        *joins("c", trainer=(0,), generation=(0,)),
+    ]
+
+
+def test_who_starts_after_the_one_before_it_which_has_left() -> None:
+    assert found(staggered(b_left=True), "admission") == ""
+    assert "b has not handed over" in found(staggered(b_left=False), "admission")
+
+
+def test_the_late_failure_of_ranks_that_were_replaced_is_not_that_of_the_new_ones() -> None:
+    rows = [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(0, 1)),
+        *asks("a", "generation"),
+        desk("plan", 1, (0, 1), expands="a.generation:0,1"),
+        *(of("a", "expand", replica=replica, devices=(replica,)) for replica in (0, 1)),
+        of("a", "died", who="a", replica=1, core="desk"),
+        of("a", "restarted", who="a", replica=1, core="desk"),
+        *wakes("a", 0, 0)[1:],
+        of("a", "granted", kind="generation", cluster="generation", devices=(0,)),
+        desk("commit", 1, (1,)),
+        of("a", "error", of="expand", who="a", replica=1, core="desk"),
+        desk("plan", 2, (1,), expands="a.generation:1"),
+        of("a", "expand", replica=1, devices=(1,)),
+    ]
+    assert found(rows, "plan_valid") == ""
+    failed = [row for row in rows if row["event"] not in ("died", "restarted")]
+    assert "replica 1 of a expands but is active, removed or dead" in found(failed, "plan_valid")
+
+
+@pytest.mark.parametrize(
+    ("second", "wrong"),
+    [({"shrinks": "b.generation:0"}, False), ({"expands": "a.generation:0"}, True)],
+    ids=["a plan that only clears devices", "a plan that gives others devices"],
+)
+def test_a_plan_may_clear_devices_before_the_next_one_grants(second: dict[str, str], wrong: bool) -> None:
+    rows = [
+        {**LIMITS, "devices": 3},
+        *joins("a", trainer=(0,), generation=(2,)),
+        *joins("b", trainer=(1,), generation=(1,)),
+        *asks("b", "generation"),
+        desk("plan", 1, (0, 1, 2), expands="b.generation:0"),
+        *wakes("b", 0, 1),
+        of("b", "granted", kind="generation", cluster="generation", devices=(1,)),
+        desk("commit", 1, (0, 2)),
+        *asks("a", "training"),
+        desk("plan", 2, (0, 2), **second),
+    ]
+    assert ("waits although its devices are available" in found(rows, "priority_kept")) == wrong
+
+
+class OneCall:
+    """A loop that ends with the first error."""
+
+    def begin(self) -> tuple[str, tuple[Command, ...]]:
+        return "runs", ()
+
+    def step(self, state: str, event: Event) -> tuple[str, tuple[Command, ...]]:
+        why = Command("ended", "runner", "a", why="error", error=str(event.get("why", "")))
+        return state, (why,) if event.name == "error" else ()
+
+
+@pytest.mark.parametrize(("of_what", "waits"), [("trainer", False), ("microbatch", True)])
+def test_a_pipeline_whose_trainer_died_does_not_wait_for_the_desk(of_what: str, waits: bool) -> None:
+    """The desk owes a dead pipeline nothing, and may have ended with it."""
+    member = Member(OneCall(), "a", {"generation": Cluster((0,)), "trainer": Cluster((0,))})
+    state, _ = member.begin()
+    state, _ = member.step(state, Event("admitted", "a"))
+    _, commands = member.step(state, Event("error", "a", **Map({"of": of_what, "why": "killed"})))
+    assert [command.name for command in commands] == (["progress_end", "unregister"] if waits else ["ended"])
