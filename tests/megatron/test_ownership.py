@@ -20,6 +20,11 @@ def test_the_state_is_as_found(ranks, case):
         assert after["threads"] <= before["threads"]
 
 
+@pytest.mark.parametrize("case", ["own-success", "own-failure"])
+def test_the_next_groups_are_named_as_in_a_new_process(ranks, case):
+    assert [rank[case]["named"] for rank in ranks] == [0, 0]
+
+
 def test_the_original_error_surfaces_and_is_logged_first(ranks):
     for rank in ranks:
         for case in ("own-failure", "caller-failure"):

@@ -224,6 +224,7 @@ EQUIVALENT = {
     "sync-63904441": "equivalent: every caller gives the replica by its place",
     "split-03bb130d": "equivalent: nothing reads it before `begin`, which makes it anew",
     "share-fefec64a": "equivalent: a pipeline whose request waits has no replica, so it adds nothing to what is divided",
+    "stream-95586050": "equivalent: every caller gives the kind and the settings by their place, and the others by name",
     "split-01c135d2": "equivalent: the pieces of one call are rows of one batch, so all of them have its length",
 }
 
@@ -267,6 +268,7 @@ WHY = {
     "stream-81e381dc": WORDS,
     "stream-a1e8b92e": KITS_OWN,
     "stream-fbf9ca6e": "a figure of a table, which no check judges",
+    "stream-a1a935fb": "only how often a sampler is asked for its admission",
     "stream-bd5c6690": "since then worlds draw `floor`, and `one_step_per_batch` sees it",
     "sync-213bafb7": WORDS,
     "sync-19f21675": "only where a write takes longer than the gate's limit",

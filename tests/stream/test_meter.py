@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kit.results.records import Row
-from kit.stream.ports import drifted, spent
+from kit.stream.ports import covered, drifted, spent
 
 ROWS: list[tuple[float, str, dict[str, Any]]] = [
     (0.0, "joined", {"replica": 0}),
@@ -24,6 +24,12 @@ ROWS: list[tuple[float, str, dict[str, Any]]] = [
     (10.0, "died", {"replica": 1}),
     (13.0, "ended", {"why": "steps"}),  # the only one left for 3 s
 ]
+
+
+def test_a_span_outside_of_the_moments_covers_nothing() -> None:
+    spans = [(6.0, 9.0), (0.0, 1.0), (1.0, 3.0), (2.5, 3.5)]
+    assert covered(spans) == 6.5
+    assert covered(spans, since=2.0, until=5.0) == 1.5
 
 
 def rows() -> list[Row]:

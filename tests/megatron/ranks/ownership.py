@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from common import attempt, census, collect, exercise, write
 
 from kit.megatron import groups, model, ownership
@@ -58,6 +59,7 @@ def around(*, initialise: str | None, fail: bool) -> dict[str, Any]:
         "same": before == after,
         "difference": {k: (before[k], after[k]) for k in before if before[k] != after[k]},
         "census": [counted, left],
+        "named": c10d._world.group_count,  # how many names of groups were given out
     }
 
 
