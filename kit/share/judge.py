@@ -196,7 +196,7 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
     """Is every device always either idle or owned, according to both the desk's records and the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
-        raise Missing("no `plan` or `commit` event has the id `idle`")
+        raise NotMeasured("no `plan` or `commit` event has the id `idle`")
     last: Row | None = None
     given_back: dict[
         str, set[int]
@@ -669,6 +669,7 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
     """Is every planned release answered once, after every replica has fallen asleep?"""
     need(ledger, "clusters")
     open_: defaultdict[str, list[Row]] = defaultdict(list)
+    died: dict[str, int] = {}  # the row: nobody waits for an earlier answer any more
     count = 0
     for row, books in ledger.replay():
         asks = row.event == "planned_release" or (row.event == "release" and cluster_of(row) == "generation")
@@ -692,9 +693,12 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
             yield f"{row}: the replica is not active"
         elif row.event == "error" and row.get("of") == ledger.desk:
             open_.pop(row.who, None)
+        elif row.event == "died" and "replica" not in row.ids:
+            died[row.who] = row.at
     if not count:
         raise Missing("the ledger has no `planned_release` or `release` of generation")
-    yield from (f"{row} has no answer" for rows in open_.values() for row in rows if ledger.of("ended"))
+    unanswered = [row for rows in open_.values() for row in rows if row.at > died.get(row.who, -1)]
+    yield from (f"{row} has no answer" for row in unanswered if ledger.of("ended"))
     return f"{count} planned releases"
 
 
@@ -732,7 +736,7 @@ def progress_ended(ledger: DeskLedger) -> Violations:
     """Does the desk clamp every progress stream to its target, and does every stream end?"""
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
     if not plans:
-        raise Missing("no `plan` event has the id `demand`")
+        raise NotMeasured("no `plan` event has the id `demand`")
     for row, books in ledger.replay():
         if row.event == "plan" and "demand" in row.ids:
             stated = {text.rpartition(":")[0]: int(text.rpartition(":")[2]) for text in str(row["demand"]).split()}

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from kit.labs.share.ledgers import settled
 from kit.loop.messages import Command, Event, Map
+from kit.results.rules import Missing, NotMeasured
+from kit.share.books import DeskLedger
+from kit.share.judge import RULES
 from kit.share.member import Member
 from kit.share.state import Cluster
 from tests.share.chaos import violations
@@ -172,6 +176,34 @@ def test_a_plan_may_clear_devices_before_the_next_one_grants(second: dict[str, s
         desk("plan", 2, (0, 2), **second),
     ]
     assert ("waits although its devices are available" in found(rows, "priority_kept")) == wrong
+
+
+@pytest.mark.parametrize(("dies", "wrong"), [(True, False), (False, True)])
+def test_nobody_waits_for_the_answer_to_a_dead_pipeline(dies: bool, wrong: bool) -> None:
+    rows = [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(1,)),
+        *asks("a", "generation"),
+        desk("plan", 1, (0, 1), expands="a.generation:0"),
+        *wakes("a", 0, 1),
+        of("a", "granted", kind="generation", cluster="generation", devices=(1,)),
+        desk("commit", 1, (0,)),
+        of("a", "planned_release", kind="generation"),
+        *([of("a", "died", who="a", core="desk"), of("a", "gone", how="died", idle=(0, 1))] if dies else []),
+        of("desk", "ended", why="done"),
+    ]
+    assert ("`planned_release` of a" in found(rows, "planned_release_once")) == wrong
+
+
+@pytest.mark.parametrize(("check", "left_out"), [("devices_conserved", "idle"), ("progress_ended", "demand")])
+def test_ids_that_a_desk_may_leave_out_of_its_plans(check: str, left_out: str) -> None:
+    """Not even where a desk in place of the kit's is under suspicion of keeping rows away."""
+    rows = leaving((0,), (0, 1), (0, 1))
+    rows = [{key: value for key, value in row.items() if key != left_out} for row in rows]
+    rule = next(rule for rule in RULES if rule.__name__ == check)
+    with pytest.raises(NotMeasured, match=left_out) as error:
+        settled(rule, DeskLedger([{"time": at / 100, **row} for at, row in enumerate(rows)]))
+    assert not isinstance(error.value, Missing)
 
 
 class OneCall:
