@@ -235,7 +235,7 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
         if row.event == "metrics":
             if ledger.resumed and row is first:  # totals may continue those of the earlier run
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
-            version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
+            version = {"version": ledger.version_logged(row)} if ledger.by_event["bumped"] else {}
             queue = {"queue": len(ready)} if ledger.by_event["selected"] else {}
             yield row, {**totals, **version, **queue, **_of_update(ledger, row, trained)}
         if f"total_{row.event}" in totals and row.event != "trained" and "sample" not in row.ids:

@@ -166,6 +166,14 @@ class LoopLedger(Ledger):
         """The current version when a row was written: the start version plus one for each `bumped` before the row."""
         return self.start + bisect_left(self._bumps, row.at)
 
+    def version_logged(self, metrics: Row) -> int:
+        """The version that a row of metrics may state: the current one, or that of a finished step, which may be announced afterwards."""
+        now = self.version_at(metrics)
+        if metrics.get("version") != now + 1:
+            return now
+        later = (row.event for row in self.rows[metrics.at + 1 :] if row.event in ("bumped", "finish", "begin"))
+        return now + 1 if next(later, "") == "bumped" else now
+
     def version_during(self, trained: Row) -> int:
         """The version while a group trained: at the first row of its step except `selected`, which may be written while the step before
         trains. A row without a step may be written before or after the version rises. Without `bumped`: as `trained` states it."""

@@ -368,7 +368,8 @@ def version_monotone(ledger: LoopLedger) -> Violations:
         yield from _rises_once(ledger, step)
     for row in ledger.rows:
         if "version" in row.ids and (row.event in CURRENT or ends_group(row)):
-            now = ledger.version_during(row) if row.event == "trained" else ledger.version_at(row)
+            current = {"trained": ledger.version_during, "metrics": ledger.version_logged}
+            now = current.get(row.event, ledger.version_at)(row)
             if row.number("version") != now:
                 yield f"{row} states version {row['version']}; the current version is {now}"
         if row.event in ("joined", "left", "died"):

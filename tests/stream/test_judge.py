@@ -1489,6 +1489,22 @@ def test_a_row_without_its_step_may_be_written_after_the_version_rises() -> None
         assert violations(ledger_of(*begin, *(rows if after else reversed(rows)))) == {}
 
 
+@pytest.mark.parametrize(("stated", "goes_on", "wrong"), [(1, False, False), (1, True, True), (2, False, True)])
+def test_metrics_may_state_the_version_of_a_finished_step_before_it_is_announced(
+    stated: int, goes_on: bool, wrong: bool
+) -> None:
+    rows = right({})
+    announced = [rows.pop(some(rows, event)) for event in ("bumped", "hold")]
+    metrics = some(rows, "metrics")
+    rows[metrics]["version"] = stated
+    begins = {"event": "begin", "time": rows[metrics]["time"], "step": 1, "update": 0, "to": "trainer"}
+    rows[metrics + 1 : metrics + 1] = [*([begins] if goes_on else []), *announced]
+    found = violations(rows)
+    assert (f"`metrics` of step 0, update 0 (row {metrics}" in found.get("metrics_true", "")) is wrong
+    if not wrong:
+        assert "`metrics`" not in found.get("version_monotone", "")
+
+
 @pytest.mark.parametrize(
     ("version", "sent_later", "falls_back"), [(1, True, False), (0, True, True), (0, False, False)]
 )
