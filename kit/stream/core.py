@@ -33,6 +33,7 @@ What another core must know of these, as only some of it shows in the table:
 - `at_sync` asks the core, too: with abort it cancels all requests before a sync, with abort and drain it waits until none is in flight.
 - `which` of logprobs is one of `StreamSettings.logprobs`. All settings are fields of `kit.stream.settings.StreamSettings`.
 - `step_retries` counts the steps that are tried again in a whole run. A step that is tried again may keep its number.
+- The groups of a step that is given up go back to free places; one that finds none ends.
 - Data that end within a step end the loop with why=error: no batch is dropped in silence.
 - Notes that checks need of every core: place, slot and their returns, and in `metrics` at least one of its numbers.
 """

@@ -157,9 +157,9 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
         if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended and step not in kept)):
             yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
         for row in failed if ledger.by_event["bumped"] else ():
-            early = step.abort is None and (step.bumped is None or step.bumped.at > row.at)
-            if row.get("step") == step.id and early and _all_trained(ledger, tries, row):
-                yield f"{row}: the version had not risen although the step was finished"
+            never = step.abort is None and step.bumped is None
+            if row.get("step") == step.id and never and _all_trained(ledger, tries, row):
+                yield f"{row}: the version never rose although the step was finished"
     return f"{counted(len(cleared), 'group')} cleared, {counted(len(finishes), 'optimizer step')}"
 
 
