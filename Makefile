@@ -36,7 +36,7 @@ notebooks: env ## run all notebooks and render them to build/notebooks/*.html
 		$(IN_VENV) KIT_RUNS="$(CURDIR)/build/runs" python -m kit notebook $$file --to build/notebooks/$$(basename $$file .ipynb).html; \
 	done
 
-test: env ## run the tests, about 6 minutes on two quiet cores
+test: env ## run the tests, about 6 minutes on two cores
 	$(IN_VENV) python -m tests.lanes -m "not slow and not browser"
 
 test-all: test ## also run slow tests, with faults, notebooks and the browser: of many variants a sample
