@@ -198,9 +198,8 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
     if not rows:
         raise NotMeasured("no `plan` or `commit` event has the id `idle`")
     last: Row | None = None
-    given_back: dict[
-        str, set[int]
-    ] = {}  # by pipelines that leave: a desk may count them as idle at once, or once they are gone
+    # Of pipelines that leave: a desk may count these devices as idle at once, or once the pipeline is gone.
+    given_back: dict[str, set[int]] = {}
     before: Books | None = None
     for row, books in ledger.replay():  # the books are as they were after `last`
         if last is not None and last.event == "unregister":
@@ -265,9 +264,10 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     joined: dict[tuple[str, Any], Row] = {}
     for row, books in ledger.replay():
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
-            if not repeated[row.who, row["kind"]]:
+            if repeated[row.who, row["kind"]]:
+                repeated[row.who, row["kind"]] -= 1
+            else:
                 yield f"{row}: no request waits for it"
-            repeated[row.who, row["kind"]] -= 1
         elif row.event == "acquire" and row.at not in first:
             repeated[row.who, row["kind"]] += 1
         elif row.event in ("release", "planned_release"):
