@@ -464,7 +464,7 @@ def means_averaged(frame: pd.DataFrame, _: Config) -> Measured:
 def one_pass(frame: pd.DataFrame, _: Config) -> Measured:
     """Does each microbatch run forward once if all have equally many tokens?"""
     need_rehearsal(frame, "forward_passes")
-    return promised(frame, "passes_repeated", right="each microbatch of rows without masked tokens ran forward once")
+    return promised(frame, "passes_repeated", right="each microbatch of rows of equally many tokens ran forward once")
 
 
 def nonfinite_skipped(frame: pd.DataFrame, _: Config) -> Measured:

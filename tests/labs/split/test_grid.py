@@ -27,7 +27,7 @@ MEGATRON: dict[str, Config] = {
     "dp2": {"ranks": 2},
     "tp2": {"ranks": 2, "tp": 2},
     "pp2": {"ranks": 2, "pp": 2},
-    "ep2": {"ranks": 2, "ep": 2, "experts": 4, "reduce": "mean"},
+    "ep2": {"ranks": 2, "ep": 2, "experts": 4, "reduce": "mean", "micro_batch": 2},  # rows of different lengths
     "tp2 pp2": {"ranks": 4, "tp": 2, "pp": 2},
     "dp4": {"ranks": 4},
 }

@@ -250,10 +250,8 @@ def raised(scene: FailingScene, batch: Batch) -> None:
         ways["interrupt in microbatch"] = lambda: broken_microbatch(scene, batch, KeyboardInterrupt)
     for after, breaks in ways.items():
         swallowed = breaks() is None
-        if (
-            swallowed and after == "error in microbatch" and scene.config.pp > 1
-        ):  # no rows may be fine, and nothing is stored
-            scene.step.abort()
+        if swallowed and after == "error in microbatch" and scene.config.pp > 1:
+            scene.step.abort()  # a batch without keys may be taken as no rows
             continue
         scene.note("error_swallowed", int(swallowed), after=after)
         scene.note_hooks(after)
@@ -408,6 +406,15 @@ def with_every_token(batch: Batch) -> Batch:
     columns = torch.arange(batch["token_mask"].shape[1], device=batch["token_mask"].device)
     inside = (columns < batch["input_lengths"][:, None]).to(batch["token_mask"].dtype)
     return {**batch, "token_mask": inside, "sample_mask": torch.ones_like(batch["sample_mask"])}
+
+
+def with_equal_rows(batch: Batch) -> Batch:
+    """The rows with equally many tokens counted in each, as many as the shortest of all data ranks has. Collective over these."""
+    columns = torch.arange(batch["token_mask"].shape[1], device=batch["token_mask"].device)
+    shortest = batch["input_lengths"].min().to(columns.device)
+    dist.all_reduce(shortest, op=dist.ReduceOp.MIN, group=split.data_group())
+    inside = (columns < shortest).to(batch["token_mask"].dtype).expand_as(batch["token_mask"])
+    return {**batch, "token_mask": inside.clone(), "sample_mask": torch.ones_like(batch["sample_mask"])}
 
 
 def with_parity(batch: Batch, *, odd: bool) -> Batch:
@@ -568,14 +575,14 @@ def mean_metric(scene: FailingScene, batch: Batch) -> None:
 
 
 def forward_passes(scene: FailingScene, batch: Batch) -> None:
-    """Rows of which every token counts: each microbatch needs one forward pass. Not tried where other microbatches than these are made of
+    """Rows of equally many tokens: each microbatch needs one forward pass. Not tried where other microbatches than these are made of
     the rows."""
     if scene.config.batching != "fixed":
         return
     passes: list[int] = []
     hook = scene.job.chunks[0].register_forward_pre_hook(lambda *_: passes.append(1))
     scene.begin()
-    scene.feed(with_every_token(batch))
+    scene.feed(with_equal_rows(batch))
     scene.step.finish()
     hook.remove()
     needed = len([*cuts(batch, scene.config.micro_batch)])
