@@ -15,6 +15,7 @@
 | devices | error (of, who, replica, why) | none: a shrink or an expand failed |
 | devices | died (who; replica) | none: without a replica the whole pipeline is gone, also before it registers, and its devices are free |
 | devices | restarted (who; replica) | none: new ranks replace those that died. The replica may wake, or the pipeline may register, again |
+| devices | taken, freed (who, device) | none: an observer saw it; it is there for the ledger |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
 A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle
