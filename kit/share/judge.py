@@ -327,17 +327,19 @@ def routed_to_awake(ledger: DeskLedger) -> Violations:
 def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need_plans(ledger)
+    passed: dict[tuple[str, str], Row] = {}  # the first plan that left out a request which it could grant
+    limit, staggered = ledger.limit("watchdog_ms", 5_000) / 1000, ledger.limit("admission_ms", 0) > 0
     for row, books in ledger.replay():
         if row.event == "plan":
             granted = {(name, cluster) for name, cluster, _ in ops(row, "grants") if cluster != "generation"}
             could = before_sharing(books)[2]
-            for key in could:
-                if key not in granted and not makes_room(row, books, {*books.clusters[key[0]][key[1]]}):
-                    about = f"{books.waiting[key].kind} of {key[0]}"
-                    yield f"{row}: {about} waits although its devices are available; granted: {sorted(granted)}"
+            held = {key for key in could if staggered and key[1] == "trainer" and not_set_up(books, key[0])}
+            passed = {key: passed.get(key, row) for key in could if key not in {*granted, *held}}
+            for name, cluster in [key for key, first in passed.items() if row.time - first.time > limit]:
+                yield f"{row}: {books.waiting[name, cluster].kind} of {name} waits although its devices are available"
             for name, cluster in sorted(granted - {*could}):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
-    limit, since = ledger.limit("watchdog_ms", 5_000) / 1000, dict[tuple[str, str], float]()
+    since: dict[tuple[str, str], float] = {}
     for row, waiting in [*((row, [*unplanned(books)]) for row, books in ledger.turns()), (ledger.rows[-1], [])]:
         for (name, cluster), begun in since.items():
             if row.time - begun > limit:
@@ -345,18 +347,6 @@ def priority_kept(ledger: DeskLedger) -> Violations:
                 yield f"{row}: the devices of {name}.{cluster} were available for {row.time - begun:.3f} s and no plan was made"
         since = {key: since.get(key, row.time) for key in waiting}
     return f"{len(plans)} plans"
-
-
-def makes_room(plan: Row, books: Books, wanted: set[int]) -> bool:
-    """Whether a plan only frees devices, and the next one can grant those that are wanted."""
-    freed = {
-        device
-        for name, _, replicas in ops(plan, "shrinks")
-        for replica in replicas
-        for device in books.bundle(name, replica)
-    }
-    others = any(ops(plan, which) for which in ("grants", "expands"))
-    return bool(freed) and not others and wanted <= books.idle() | freed
 
 
 def unplanned(books: Books) -> Iterable[tuple[str, str]]:
@@ -708,6 +698,7 @@ def admission(ledger: DeskLedger) -> Violations:
     staggered = ledger.limit("admission_ms", 0) > 0
     registered: dict[str, str] = {}  # the one that registered last before
     departed: set[str] = set()
+    awaited: dict[str, list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
     last = ""
     for row, books in ledger.replay():
         if row.event == "clusters":
@@ -727,7 +718,9 @@ def admission(ledger: DeskLedger) -> Violations:
             if not {before, registered.get(row.who, before)} & over and (row.who, "starts") not in books.over:
                 yield f"{row}: {before} has not handed over and the limit is not reached"
         elif row.event == "queued" and staggered and row["kind"] == "training":
-            for after in not_set_up(books, row.who):
+            awaited[row.who] = not_set_up(books, row.who)
+        elif row.event == "granted" and staggered and row["kind"] == "training":
+            for after in [name for name in awaited.get(row.who, []) if name in not_set_up(books, row.who)]:
                 yield f"{row}: {after} is not set up and the limit is not reached"
     return f"{len(rows)} pipelines"
 

@@ -157,12 +157,11 @@ def test_the_late_failure_of_ranks_that_were_replaced_is_not_that_of_the_new_one
     assert "replica 1 of a expands but is active, removed or dead" in found(failed, "plan_valid")
 
 
-@pytest.mark.parametrize(
-    ("second", "wrong"),
-    [({"shrinks": "b.generation:0"}, False), ({"expands": "a.generation:0"}, True)],
-    ids=["a plan that only clears devices", "a plan that gives others devices"],
-)
-def test_a_plan_may_clear_devices_before_the_next_one_grants(second: dict[str, str], wrong: bool) -> None:
+@pytest.mark.parametrize("second", [{"shrinks": "b.generation:0"}, {"expands": "a.generation:0"}], ids=str)
+@pytest.mark.parametrize(("seconds", "wrong"), [(0.4, False), (0.6, True)])
+def test_plans_may_leave_a_request_to_the_next_ones_for_as_long_as_the_watchdog(
+    second: dict[str, str], seconds: float, wrong: bool
+) -> None:
     rows = [
         {**LIMITS, "devices": 3},
         *joins("a", trainer=(0,), generation=(2,)),
@@ -173,7 +172,9 @@ def test_a_plan_may_clear_devices_before_the_next_one_grants(second: dict[str, s
         of("b", "granted", kind="generation", cluster="generation", devices=(1,)),
         desk("commit", 1, (0, 2)),
         *asks("a", "training"),
-        desk("plan", 2, (0, 2), **second),
+        {**desk("plan", 2, (0, 2), **second), "time": 1.0},
+        {**desk("commit", 2), "time": 1.0},
+        {**desk("plan", 3), "time": 1.0 + seconds},
     ]
     assert ("waits although its devices are available" in found(rows, "priority_kept")) == wrong
 

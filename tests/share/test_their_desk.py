@@ -173,7 +173,7 @@ def test_a_pipeline_that_trains_on_the_devices_of_its_replicas_waits_for_nobody(
     )
 
 
-def test_a_plan_may_first_make_room_for_the_next_ones_grant() -> None:
+def test_a_plan_may_leave_a_request_to_the_next_ones_within_the_watchdogs_time() -> None:
     waits = [a("acquire", kind="training"), a("queued", kind="training", cluster="trainer")]
     shrinks = {
         "event": "plan",
@@ -191,9 +191,10 @@ def test_a_plan_may_first_make_room_for_the_next_ones_grant() -> None:
     assert not answer(
         priority_kept, *begun, shrinks, *asleep, commit, grants, a("granted", kind="training", devices=(0,))
     )
-    assert "training of a waits" in answer(priority_kept, *begun, {**shrinks, "shrinks": ""}, commit)
-    again = {**shrinks, "number": 2, "shrinks": ""}
-    assert "training of a waits" in answer(priority_kept, *begun, shrinks, *asleep, commit, again)
+    late = {**shrinks, "number": 2, "shrinks": "", "time": 100.0}
+    for first in ([shrinks, *asleep], [{**shrinks, "shrinks": ""}]):
+        assert not answer(priority_kept, *begun, *first, commit)
+        assert "training of a waits" in answer(priority_kept, *begun, *first, commit, late)
     generation = {**shrinks, "shrinks": "", "grants": "a.generation:1", "expands": "a.generation:1"}
     assert not answer(plan_valid, SETTINGS, CLUSTERS, generation)
 
