@@ -960,10 +960,12 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
     """Are the devices of a dead pipeline freed in time, and do the other pipelines finish?"""
     limit, slowest = ledger.limit("operation_ms", 60_000) / 1000, 0.0
     deaths: dict[str, tuple[Row, set[int]]] = {}
-    left: set[str] = set()
+    left, present = set[str](), set[str]()
     for row, books in ledger.replay():
         name = row.who
-        if row.event == "died" and "replica" not in row.ids and name in books.clusters and name not in deaths:
+        if row.event in ("unregistered", "clusters"):
+            present = present - {name} if row.event == "unregistered" else present | {name}
+        elif row.event == "died" and "replica" not in row.ids and name in present and name not in deaths:
             owned = {
                 at for at, owners in books.owners().items() if any(owner.endswith(f" of {name}") for owner in owners)
             }

@@ -196,6 +196,21 @@ def test_nobody_waits_for_the_answer_to_a_dead_pipeline(dies: bool, wrong: bool)
     assert ("`planned_release` of a" in found(rows, "planned_release_once")) == wrong
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_one_that_had_left_need_not_be_removed_when_it_dies(left: bool) -> None:
+    """A desk that writes no `gone` for it. The desk must remove one that it had."""
+    rows = [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(1,)),
+        *joins("b", trainer=(0,), generation=(1,)),
+        *([of("a", "unregister"), of("a", "unregistered")] if left else []),
+        of("a", "died", who="a", core="desk"),
+        of("b", "died", who="b", core="desk"),
+        of("b", "gone", how="died", idle=(0, 1)),
+    ]
+    assert ("`died` of a" in found(rows, "dead_pipeline_leaves")) is not left
+
+
 @pytest.mark.parametrize(("check", "left_out"), [("devices_conserved", "idle"), ("progress_ended", "demand")])
 def test_ids_that_a_desk_may_leave_out_of_its_plans(check: str, left_out: str) -> None:
     """Not even where a desk in place of the kit's is under suspicion of keeping rows away."""
