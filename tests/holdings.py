@@ -65,7 +65,10 @@ def waiting_agents() -> dict[str, str]:
     """The marks of this process's waiting agent, and of replaced ones that still have Worlds, each with the end of its channel here."""
     alive = [agent for agent in warm._started if not agent.gone.is_set()]
     kept = [agent for agent in alive if agent is warm._current or agent.agents or agent.looks]
-    return {agent.folder.name: os.readlink(f"/proc/self/fd/{agent.link.fileno()}") for agent in kept}
+    channels = {agent.folder.name: agent.link.fileno() for agent in kept}
+    return {
+        name: os.readlink(f"/proc/self/fd/{fd}") for name, fd in channels.items() if fd >= 0
+    }  # -1: closed, gone soon
 
 
 def waits_for_a_world(pid: int) -> bool:
