@@ -66,9 +66,8 @@ def waiting_agents() -> dict[str, str]:
     alive = [agent for agent in warm._started if not agent.gone.is_set()]
     kept = [agent for agent in alive if agent is warm._current or agent.agents or agent.looks]
     channels = {agent.folder.name: agent.link.fileno() for agent in kept}
-    return {
-        name: os.readlink(f"/proc/self/fd/{fd}") for name, fd in channels.items() if fd >= 0
-    }  # -1: closed, gone soon
+    open_ones = {name: fd for name, fd in channels.items() if fd >= 0}  # the others are gone soon
+    return {name: os.readlink(f"/proc/self/fd/{fd}") for name, fd in open_ones.items()}
 
 
 def waits_for_a_world(pid: int) -> bool:

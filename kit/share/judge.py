@@ -200,17 +200,17 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
     last: Row | None = None
     # Of pipelines that leave: a desk may count these devices as idle at once, or once the pipeline is gone.
     given_back: dict[str, set[int]] = {}
-    before: Books | None = None
     for row, books in ledger.replay():  # the books are as they were after `last`
-        if last is not None and last.event == "unregister":
-            given_back.setdefault(last.who, books.idle() - (before.idle() if before else set()))
-        elif last is not None and last.event in ("gone", "clusters"):
-            given_back.pop(last.who, None)
         if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
             stated, idle = set(numbers(last["idle"])), books.idle()
             if not idle - set[int]().union(*given_back.values()) <= stated <= idle:
                 yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(idle)}"
-        last, before = row, books
+        if row.event == "unregister":
+            held = [books.clusters[name][cluster] for name, cluster in books.held if name == row.who]
+            given_back.setdefault(row.who, set(itertools.chain(*held)))
+        elif row.event in ("gone", "clusters"):
+            given_back.pop(row.who, None)
+        last = row
     yield from idle_too_early(ledger)
     return f"idle devices match at {len(rows)} counts"
 
@@ -264,8 +264,8 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     joined: dict[tuple[str, Any], Row] = {}
     for row, books in ledger.replay():
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
-            if repeated[row.who, row["kind"]]:
-                repeated[row.who, row["kind"]] -= 1
+            if repeated[row.who, row.get("kind")]:
+                repeated[row.who, row.get("kind")] -= 1
             else:
                 yield f"{row}: no request waits for it"
         elif row.event == "acquire" and row.at not in first:
@@ -328,13 +328,17 @@ def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need_plans(ledger)
     passed: dict[tuple[str, str], Row] = {}  # the first plan that left out a request which it could grant
-    limit, staggered = ledger.limit("watchdog_ms", 5_000) / 1000, ledger.limit("admission_ms", 0) > 0
+    limit = ledger.limit("watchdog_ms", 5_000) / 1000
     for row, books in ledger.replay():
         if row.event == "plan":
             granted = {(name, cluster) for name, cluster, _ in ops(row, "grants") if cluster != "generation"}
             could = before_sharing(books)[2]
-            held = {key for key in could if staggered and key[1] == "trainer" and not_set_up(books, key[0])}
-            passed = {key: passed.get(key, row) for key in could if key not in {*granted, *held}}
+            left_out = {key: books.waiting[key] for key in could if key not in granted}
+            passed = {
+                key: passed.get(key, row)
+                for key, request in left_out.items()
+                if not is_held_back(ledger, books, key[0], request.kind, row.time - request.time)
+            }
             for name, cluster in [key for key, first in passed.items() if row.time - first.time > limit]:
                 yield f"{row}: {books.waiting[name, cluster].kind} of {name} waits although its devices are available"
             for name, cluster in sorted(granted - {*could}):
@@ -427,7 +431,9 @@ def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, Books, list[tuple[Wa
         if books is not read:
             read, needy = books, {name: needy.get(name, row.time) for name in books.clusters if is_needy(books, name)}
         held_until |= {
-            request.at: row.time for request in asked.values() if is_held_back(ledger, books, request, row.time)
+            request.at: row.time
+            for (name, _), request in asked.items()
+            if is_held_back(ledger, books, name, request["kind"], row.time - request.time)
         }
         waits = [  # repeated by the desk itself, for a pipeline that lost all its replicas
             (Wait(key[0], request.kind, key[1]), request.time)
@@ -442,12 +448,12 @@ def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, Books, list[tuple[Wa
         yield row, books, waits
 
 
-def is_held_back(ledger: DeskLedger, books: Books, request: Row, time: float) -> bool:
+def is_held_back(ledger: DeskLedger, books: Books, name: str, kind: str, waited: float) -> bool:
     """Whether a request to train must wait until the next pipeline is set up, which the desk may await for `admission_ms`."""
-    if request["kind"] != "training":
+    if kind != "training":
         return False
     longest = ledger.limit("admission_ms", 0) / 1000 * 1.001
-    return time - request.time <= longest and bool(not_set_up(books, request.who))
+    return waited <= longest and bool(not_set_up(books, name))
 
 
 def not_set_up(books: Books, name: str) -> list[str]:
@@ -696,7 +702,7 @@ def admission(ledger: DeskLedger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
     staggered = ledger.limit("admission_ms", 0) > 0
-    registered: dict[str, str] = {}  # the one that registered last before
+    registered: dict[str, str] = {}  # by pipeline: the one that registered just before it
     departed: set[str] = set()
     awaited: dict[str, list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
     last = ""
@@ -719,7 +725,7 @@ def admission(ledger: DeskLedger) -> Violations:
                 yield f"{row}: {before} has not handed over and the limit is not reached"
         elif row.event == "queued" and staggered and row["kind"] == "training":
             awaited[row.who] = not_set_up(books, row.who)
-        elif row.event == "granted" and staggered and row["kind"] == "training":
+        elif row.event == "granted" and staggered and row.get("kind") == "training":
             for after in [name for name in awaited.get(row.who, []) if name in not_set_up(books, row.who)]:
                 yield f"{row}: {after} is not set up and the limit is not reached"
     return f"{len(rows)} pipelines"

@@ -401,20 +401,19 @@ def many_calls(scene: FailingScene, batch: Batch) -> None:
     scene.note_rows(miscounted(scene.step.finish(), calls * own_counts), call=f"step of {calls} calls")
 
 
-def with_every_token(batch: Batch) -> Batch:
-    """The rows with every token counted, those of the prompt too, and no padding."""
+def with_every_token(batch: Batch, lengths: torch.Tensor | None = None) -> Batch:
+    """The rows with every token counted, those of the prompt too, and no padding; or as many tokens as `lengths` has for each."""
     columns = torch.arange(batch["token_mask"].shape[1], device=batch["token_mask"].device)
-    inside = (columns < batch["input_lengths"][:, None]).to(batch["token_mask"].dtype)
+    lengths = batch["input_lengths"] if lengths is None else lengths
+    inside = (columns < lengths[:, None]).to(batch["token_mask"].dtype)
     return {**batch, "token_mask": inside, "sample_mask": torch.ones_like(batch["sample_mask"])}
 
 
-def with_equal_rows(batch: Batch) -> Batch:
-    """The rows with equally many tokens counted in each, as many as the shortest of all data ranks has. Collective over these."""
-    columns = torch.arange(batch["token_mask"].shape[1], device=batch["token_mask"].device)
-    shortest = batch["input_lengths"].min().to(columns.device)
+def with_equal_rows(batch: Batch, device: torch.device) -> Batch:
+    """The rows with as many tokens counted in each as the shortest of all data ranks has. Collective over these, on the job's device."""
+    shortest = batch["input_lengths"].min().to(device)
     dist.all_reduce(shortest, op=dist.ReduceOp.MIN, group=split.data_group())
-    inside = (columns < shortest).to(batch["token_mask"].dtype).expand_as(batch["token_mask"])
-    return {**batch, "token_mask": inside.clone(), "sample_mask": torch.ones_like(batch["sample_mask"])}
+    return with_every_token(batch, shortest.to(batch["input_lengths"].device).expand_as(batch["input_lengths"]))
 
 
 def with_parity(batch: Batch, *, odd: bool) -> Batch:
@@ -582,7 +581,7 @@ def forward_passes(scene: FailingScene, batch: Batch) -> None:
     passes: list[int] = []
     hook = scene.job.chunks[0].register_forward_pre_hook(lambda *_: passes.append(1))
     scene.begin()
-    scene.feed(with_equal_rows(batch))
+    scene.feed(with_equal_rows(batch, scene.job.device))
     scene.step.finish()
     hook.remove()
     needed = len([*cuts(batch, scene.config.micro_batch)])
