@@ -112,3 +112,8 @@ def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFr
 def is_note(row: Row) -> bool:
     """Whether a core wrote this row about itself: neither an event that it received nor a command."""
     return not {"core", "to"} & row.ids.keys()
+
+
+def by_cores(rows: Iterable[Row]) -> bool:
+    """Whether the kit's cores wrote the rows. Another system may say just which core `begins`."""
+    return any("core" in row.ids and row.event != "begins" for row in rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kit.results.ledger import is_note
+from kit.results.ledger import by_cores, is_note
 from kit.results.progress import GroupTally, only_training
 from kit.results.records import Id, Row, numbers, value_in_words
 from kit.results.rules import Measured, Missing, NotMeasured, Violations
@@ -60,11 +60,6 @@ def need_plans(ledger: DeskLedger) -> list[Row]:
     if ledger.of("granted"):
         need(ledger, "queued")
     return plans
-
-
-def by_cores(rows: Iterable[Row]) -> bool:
-    """Whether the kit's cores wrote the rows. Another system may say just which core `begins`."""
-    return any("core" in row.ids and row.event != "begins" for row in rows)
 
 
 def pipeline_rows(rows: Sequence[Row], name: str) -> list[Row]:
@@ -704,7 +699,7 @@ def admission(ledger: DeskLedger) -> Violations:
     staggered = ledger.limit("admission_ms", 0) > 0
     registered: dict[str, str] = {}  # by pipeline: the one that registered just before it
     departed: set[str] = set()
-    awaited: dict[str, list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
+    awaited: dict[tuple[str, str], list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
     last = ""
     for row, books in ledger.replay():
         if row.event == "clusters":
@@ -715,7 +710,7 @@ def admission(ledger: DeskLedger) -> Violations:
         names = list(books.clusters)
         if row.who not in names:
             continue
-        at = names.index(row.who)
+        at, key = names.index(row.who), (row.who, cluster_of(row))
         if row.event in ("queued", "granted") and row.who not in books.admitted:
             yield f"{row}: the pipeline has not been admitted"
         elif row.event == "admitted" and staggered and at and row.who not in books.admitted:
@@ -723,10 +718,14 @@ def admission(ledger: DeskLedger) -> Violations:
             over = books.handed_over | books.closing | departed
             if not {before, registered.get(row.who, before)} & over and (row.who, "starts") not in books.over:
                 yield f"{row}: {before} has not handed over and the limit is not reached"
-        elif row.event == "queued" and staggered and row["kind"] == "training":
-            awaited[row.who] = not_set_up(books, row.who)
+        elif row.event in ("acquire", "queued") and staggered and row["kind"] == "training":
+            # A desk need not note that it queues a request; one that waits or is granted may be repeated.
+            if row.event == "queued" or key not in awaited.keys() | books.held.keys():
+                awaited[key] = not_set_up(books, row.who)
+        elif row.event in ("expired", "withdrawn"):
+            awaited.pop(key, None)
         elif row.event == "granted" and staggered and row.get("kind") == "training":
-            for after in [name for name in awaited.get(row.who, []) if name in not_set_up(books, row.who)]:
+            for after in [name for name in awaited.pop(key, []) if name in not_set_up(books, row.who)]:
                 yield f"{row}: {after} is not set up and the limit is not reached"
     return f"{len(rows)} pipelines"
 
@@ -760,7 +759,7 @@ def progress_true(ledger: DeskLedger) -> Violations:
         need(ledger, "ready")
     size = {row.who: row.number("groups_per_step") for row in ledger.of("capacity") if "groups_per_step" in row.ids}
     # The window of adapters is one less than their number. Another system may number its groups in another way.
-    own = any("core" in row.ids for row in ledger.rows)
+    own = by_cores(ledger.rows)
     adapters = {row.who: row.number("window") + 1 for row in ledger.of("capacity") if own and "window" in row.ids}
 
     def streams(name: str) -> Callable[[Id], Iterable[str]]:

@@ -33,7 +33,7 @@ BEFORE = ("capacity", "resumed", "joined")
 
 def notes_backed(ledger: LoopLedger) -> Violations:
     """Does every note of the controller match an event or command at its ports, and vice versa?"""
-    if not any("core" in row.ids for row in ledger.rows):
+    if ledger.foreign:
         raise Missing("no row has the id `core`, which marks the events of ports")
     for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _recomputed, _cleared, _gone, _filtered):
         yield from rule(ledger)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.ledger import Ledger
+from kit.results.ledger import Ledger, by_cores
 from kit.results.records import Id, Row
 from kit.results.rules import Missing
 
@@ -128,7 +128,7 @@ class LoopLedger(Ledger):
                     self.samples[row["group"]].setdefault(row["sample"], Sample())
             if row.event in ("sent", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
                 self.samples[row["group"]][row["sample"]].take(row)
-        self.foreign = not any("core" in row.ids for row in self.rows)
+        self.foreign = not by_cores(self.rows)
         self.ended = next(iter(self.by_event["ended"]), None)
         self.error = self.ended is not None and self.ended.get("why") == "error"
         self.resumed = next(iter(self.by_event["resumed"]), None)

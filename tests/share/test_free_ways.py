@@ -136,6 +136,28 @@ def test_who_starts_after_the_one_before_it_which_has_left() -> None:
     assert "b has not handed over" in found(staggered(b_left=False), "admission")
 
 
+@pytest.mark.parametrize("notes", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_trains_again_waits_for_the_next_one_whether_the_desk_notes_the_request_or_not(
+    waits: bool, notes: bool
+) -> None:
+    """b comes first, or it reaches its limit; or a trains again before b is set up."""
+    again = asks("a", "training")[: 2 if notes else 1]
+    rows = [
+        {**LIMITS, "admission_ms": 5000},
+        *joins("a", trainer=(0,), generation=(1,)),
+        *asks("a", "training"),
+        of("a", "granted", kind="training", cluster="trainer", devices=(0,)),
+        of("a", "release", kind="training"),
+        *joins("b", trainer=(1,), generation=(1,)),
+        *again,
+        *asks("a", "training")[:1],  # repeated
+        *[of("b", "acquire", kind="generation")] * waits,
+        of("a", "granted", kind="training", cluster="trainer", devices=(0,)),
+    ]
+    assert ("b is not set up" in found(rows, "admission")) == (not waits)
+
+
 def test_the_late_failure_of_ranks_that_were_replaced_is_not_that_of_the_new_ones() -> None:
     rows = [
         LIMITS,

@@ -16,12 +16,12 @@ from kit.labs.definition import made, own_code
 from kit.labs.share.lab import ALONE, MAIN, OWN, ShareConfig
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.frames import read_ids, rows_of
-from kit.results.ledger import PerFrame, events
+from kit.results.ledger import PerFrame, by_cores, events
 from kit.results.records import Row, Unjudged, numbers
 from kit.results.rules import Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, DeskLedger
-from kit.share.judge import by_cores, pipeline_rows
+from kit.share.judge import pipeline_rows
 from kit.stream import judge as stream
 from kit.stream.history import LoopLedger
 
