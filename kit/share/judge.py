@@ -339,12 +339,14 @@ def priority_kept(ledger: DeskLedger) -> Violations:
             for name, cluster in sorted(granted - {*could}):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
     since: dict[tuple[str, str], float] = {}
-    for row, waiting in [*((row, [*unplanned(books)]) for row, books in ledger.turns()), (ledger.rows[-1], [])]:
-        for (name, cluster), begun in since.items():
-            if row.time - begun > limit:
-                since[name, cluster] = math.inf
-                yield f"{row}: the devices of {name}.{cluster} were available for {row.time - begun:.3f} s and no plan was made"
-        since = {key: since.get(key, row.time) for key in waiting}
+    before: tuple[Row, Books] | None = None
+    for row, books in ledger.replay():
+        if before is not None and before[1] is not books:
+            since = {key: since.get(key, before[0].time) for key in unplanned(books)}
+        for name, cluster in [key for key, begun in since.items() if row.time - begun > limit]:
+            yield f"{row}: the devices of {name}.{cluster} were available for {row.time - since[name, cluster]:.3f} s and no plan was made"
+            since[name, cluster] = math.inf
+        before = row, books
     return f"{len(plans)} plans"
 
 
@@ -475,13 +477,13 @@ def is_needy(books: Books, name: str) -> bool:
 
 
 def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The operations of a plan: "a.generation:0,1 b.trainer:3"."""
-    violations = []
+    """The operations of a plan, such as "a.generation:0,1 b.trainer:3": one for each cluster, which the text may divide."""
+    operations: defaultdict[tuple[str, str], tuple[int, ...]] = defaultdict(tuple)
     for text in str(row.get(which, "")).split():
         where, _, devices_text = text.rpartition(":")
         name, _, cluster = where.rpartition(".")
-        violations.append((name, cluster, numbers(devices_text)))
-    return violations
+        operations[name, cluster] += numbers(devices_text)
+    return [(name, cluster, on) for (name, cluster), on in operations.items()]
 
 
 def plan_valid(ledger: DeskLedger) -> Violations:
@@ -501,11 +503,6 @@ def plan_valid(ledger: DeskLedger) -> Violations:
 
 def impossible(row: Row, books: Books) -> Iterator[str]:
     free, freed, free_granted = books.idle(), set[int](), set[int]()
-    for which in ("shrinks", "grants", "expands"):
-        keys = [(name, cluster) for name, cluster, _ in ops(row, which)]
-        yield from (
-            f"{name}.{cluster} is twice in the {which}" for name, cluster in {*keys} if keys.count((name, cluster)) > 1
-        )
     for name, _, replicas in ops(row, "shrinks"):
         for replica in replicas:
             if replica not in books.active.get(name, ()):
@@ -741,7 +738,7 @@ def progress_ended(ledger: DeskLedger) -> Violations:
             sums = {name: books.progress(name) for name in books.clusters if books.streams.get(name)}
             counted = {name: target - done for name, (done, target) in sums.items()}
             # No demand may be stated as 0.
-            if any(stated.get(name, 0) != counted.get(name, 0) for name in {*stated, *counted}):
+            if any(stated.get(name, 0) != counted.get(name, 0) for name in {*stated, *counted} - books.closing):
                 yield f"{row} states the demand {stated}; according to the reports it is {counted}"
         elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
             yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"
@@ -971,23 +968,25 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
         if row.event in ("unregistered", "clusters"):
             present = present - {name} if row.event == "unregistered" else present | {name}
         elif row.event == "died" and "replica" not in row.ids and name in present and name not in deaths:
-            owned = {
-                at for at, owners in books.owners().items() if any(owner.endswith(f" of {name}") for owner in owners)
-            }
-            deaths[name] = row, owned
+            deaths[name] = row, devices_of(books, name)
         elif row.event == "gone" and name in deaths and name not in left:
             died, owned = deaths[name]
             left.add(name)
             slowest = max(slowest, row.time - died.time)
             if row.time - died.time > limit:
                 yield f"{died}: the desk removed it only {row.time - died.time:.3f} s later (limit {limit:g} s)"
-            if "idle" in row.ids and (kept := sorted(owned - {*numbers(row["idle"])})):
+            taken = {at for at, owners in books.owners().items() if owners} - devices_of(books, name)
+            if "idle" in row.ids and (kept := sorted(owned - taken - {*numbers(row["idle"])})):
                 yield f"{row}: its devices {kept} are not idle"
     if not deaths:
         raise NotMeasured("no pipeline died")
     yield from (f"{died}: the desk never removed it" for name, (died, _) in deaths.items() if name not in left)
     yield from harmed(ledger)
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"
+
+
+def devices_of(books: Books, name: str) -> set[int]:
+    return {at for at, owners in books.owners().items() if any(owner.endswith(f" of {name}") for owner in owners)}
 
 
 def dead_replaced(ledger: DeskLedger) -> Violations:
