@@ -57,7 +57,7 @@ OF_MEMBERSHIP = frozenset(
     {"admitted", "admission_limit", "resize", "progress", "progress_end", "unregister", "gone", "died"}
 )
 OF_REQUESTS = frozenset(
-    {"acquire", "queued", "granted", "expired", "withdrawn", "release", "planned_release", "released"}
+    {"acquire", "queued", "granted", "expired", "withdrawn", "release", "planned_release", "released", "error"}
 )
 MOVES = frozenset({"left", "shrunk", "expand", "expanded"})
 OF_REPLICAS = MOVES | {"error", "died", "restarted"}
@@ -111,13 +111,15 @@ class DeskLedger(Ledger):
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
         # The error of a request that expired ends an earlier request.
         expired = {(row.who, self.turn[row.at]) for row in self.by_event["expired"]}
-        self.refused = {  # operations that the same turn answers with an error
-            operation.at
+        refusals = {  # of operations that the same turn answers with an error
+            row.at: operation.at
             for row in self.by_event["error"]
             if (operation := asked.get(self.turn[row.at]))
             and (operation.who, operation.event) == (row.who, row.get("of"))
             and (row.who, self.turn[row.at]) not in expired
         }
+        self.refused = {*refusals.values()}
+        self._without_effect = self.refused | refusals.keys()
 
     def limit(self, name: str, default: int) -> int:
         value = self.limits.get(name, default)
@@ -144,8 +146,19 @@ class DeskLedger(Ledger):
             if row.event == "ended" and row.who == self.desk:
                 break
             if number + 1 == len(self._books):
-                self._books.append(books if row.at in self.refused else books.after(row))
+                self._books.append(self._next(books, row))
         self._replayed = [*zip(self.rows, self._books, strict=False)][: number + 1] if self.rows else []
+
+    def _next(self, books: Books, row: Row) -> Books:
+        if row.at in self._without_effect:
+            return books
+        after = books.after(row)
+        # A desk need not note that it queues a request.
+        return (
+            after.after(replace(row, metric="queued"))
+            if row.event == "acquire" and not self.by_event["queued"]
+            else after
+        )
 
     def last_books(self) -> Books:
         for _ in self.replay():
@@ -308,6 +321,7 @@ class Books:
                 for (name, cluster), kind in [*self.held.items()]:
                     if name == row.who:
                         self.free(name, cluster, kind)
+                self.withdraw(row.who)
                 self.leaving.add(row.who)
                 self.closing.add(row.who)
                 self.streams.pop(row.who, None)
@@ -335,9 +349,12 @@ class Books:
                     self.held[key] = row["kind"]
             case "expired" | "withdrawn":
                 self.waiting.pop(key, None)
+            case "error" if row.get("of") == "acquire":
+                self.waiting.pop(key, None)
             case "release" if row["kind"] != "generation":
                 self.free(*key, row["kind"])
             case "release" | "planned_release":
+                self.waiting.pop(key, None)
                 self.leaving.add(row.who)
             case "released":
                 self.leaving -= {row.who} - self.closing
@@ -373,16 +390,20 @@ class Books:
             self.waking.discard(key)
 
     def free(self, name: str, cluster: str, kind: str) -> None:
+        if (request := self.waiting.get((name, cluster))) is not None and request.kind == kind:
+            del self.waiting[name, cluster]
         if self.held.get((name, cluster)) == kind:
             del self.held[name, cluster]
             self.handed_over |= {name} if kind == "training" else set()
 
+    def withdraw(self, name: str) -> None:
+        self.waiting = {key: request for key, request in self.waiting.items() if key[0] != name}
+
     def forget(self, name: str) -> None:
         for by_name in (self.clusters, self.tp, self.active, self.streams):
             by_name.pop(name, None)
-        for by_cluster in (self.waiting, self.held):
-            for key in [key for key in by_cluster if key[0] == name]:
-                del by_cluster[key]
+        self.withdraw(name)
+        self.held = {key: kind for key, kind in self.held.items() if key[0] != name}
         for replicas in (self.sleeping, self.waking):
             replicas -= {replica for replica in replicas if replica[0] == name}
         self.generating.discard(name)

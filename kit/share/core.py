@@ -6,7 +6,7 @@
 | pipeline | admit | admitted, once it is its turn |
 | pipeline | acquire (kind; cluster, target, release) | granted (kind, cluster, devices), or error; `release`: a kind to release first |
 | pipeline | release (kind; cluster) | released for generation, else none; a request not granted yet is withdrawn |
-| pipeline | planned_release | released, once all replicas sleep; a second one joins the first |
+| pipeline | planned_release | released, once all replicas sleep; a second one joins the first; a waiting request to generate is withdrawn |
 | pipeline | resize (add or remove) | resized, or error: allow replicas to be active again, or no longer |
 | pipeline | unregister | unregistered, once all replicas sleep; waiting requests get an error |
 | pipeline | progress (completed, target; stream, such as "adapter 3"), progress_end (stream) | none, or error |
@@ -37,7 +37,7 @@ What a desk in place of this one has to know:
   once the next has requested generation. Each of the two waits has that limit. `config.operation_ms` is the limit of a shrink or an
   expand; with `config.watchdog_ms` a pipeline that has neither replicas nor progress is asked for again.
 - The operations in a plan's note name replicas for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand`
-  lists the pipelines that reported progress.
+  lists the pipelines that reported progress. The notes `queued`, `expired` and `withdrawn` may be left out.
 - When the last pipeline of `config.names` is gone: `Command("ended", "runner", "desk", why="done")`; after a failure an `error` to each
   pipeline, then `ended` with why="error" and the error.
 """

@@ -58,7 +58,7 @@ def need_plans(ledger: DeskLedger) -> list[Row]:
     """The plans of a ledger that also says which requests wait: without those a grant looks as if nobody had asked for it."""
     plans = need(ledger, "plan")
     if ledger.of("granted"):
-        need(ledger, "queued")
+        need(ledger, "acquire", "queued")
     return plans
 
 

@@ -34,6 +34,7 @@ from kit.stream.history import (
     open_sync,
 )
 from kit.stream.requests import attempts_distinct, requests_spread
+from kit.target import from_outside
 
 MISSED = 2  # versions that a replica may miss after it joined: a sync may be under way, and the next may have begun
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
@@ -202,7 +203,7 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
         start = starts.setdefault(step.id, next(iter(step.of("selected") or step.of("begin", "microbatch")), None))
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
-            could, last = _after_syncs(syncs, ledger.rows[max(free, rows[least - 1].at)]), rows[-1]
+            could, last = _after_syncs(syncs, ledger.rows[max(free, _enough(ledger, rows, least).at)]), rows[-1]
             if last.time > could.time + reaction and last.at > could.at and not _in_one_turn(ledger, could.at, last):
                 judged += 1
                 if start.at > last.at:
@@ -242,6 +243,15 @@ def _completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
     return sorted(
         (row for group, row in when.items() if not one_start or start[group] == oldest), key=lambda row: row.at
     )
+
+
+def _enough(ledger: LoopLedger, completions: list[Row], least: int) -> Row:
+    """The completion after which a step may begin. An own sampler may train groups in the order in which they were reserved."""
+    if not from_outside(ledger.setting("sampler")):
+        return completions[least - 1]
+    begun = {row["group"]: row.at for row in ledger.by_event["reserved"]}
+    in_order = sorted(completions, key=lambda row: begun.get(row["group"], 0))
+    return max(completions[least - 1], *in_order[:least], key=lambda row: row.at)
 
 
 def _free_after(ledger: LoopLedger, step: StepRows) -> int:

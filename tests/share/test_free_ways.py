@@ -263,3 +263,70 @@ def test_a_pipeline_whose_trainer_died_does_not_wait_for_the_desk(of_what: str, 
     state, _ = member.step(state, Event("admitted", "a"))
     _, commands = member.step(state, Event("error", "a", **Map({"of": of_what, "why": "killed"})))
     assert [command.name for command in commands] == (["progress_end", "unregister"] if waits else ["ended"])
+
+
+@pytest.mark.parametrize(
+    ("expands", "wrong"),
+    [
+        ("a.generation:0,1", ""),
+        ("a.generation:0 a.generation:1", ""),
+        ("a.generation:0 a.generation:1 a.generation:0", "replica 0 of a gets the devices [0], which are not free"),
+    ],
+)
+def test_a_plan_may_name_replicas_of_a_pipeline_together_or_one_by_one(expands: str, wrong: str) -> None:
+    rows = [LIMITS, *joins("a", generation=(0, 1)), *asks("a", "generation"), desk("plan", 1, (0, 1), expands=expands)]
+    assert wrong in (answer := found(rows, "plan_valid"))
+    assert bool(answer) == bool(wrong)
+
+
+@pytest.mark.parametrize("demand", ["", "a:1"])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_plan_need_not_list_the_demand_of_a_pipeline_that_leaves(leaves: bool, demand: str) -> None:
+    rows = [
+        LIMITS,
+        *joins("a", generation=(0,)),
+        of("a", "progress", completed=0, target=2),
+        *([of("a", "progress_end"), of("a", "unregister")] if leaves else []),
+        of("a", "progress", completed=1, target=2),
+        desk("plan", 1, (0,), demand=demand),
+    ]
+    assert bool(found(rows, "progress_ended")) == (not leaves and not demand)
+
+
+@pytest.mark.parametrize(("to", "wrong"), [("b", ""), ("", "its devices [0] are not idle")])
+def test_another_pipeline_may_hold_the_devices_of_a_dead_one_when_it_is_removed(to: str, wrong: str) -> None:
+    rows = [
+        LIMITS,
+        *joins("a", generation=(0,)),
+        *joins("b", trainer=(0,)),
+        *asks("a", "generation"),
+        desk("plan", 1, (0,), expands="a.generation:0"),
+        *wakes("a", 0, 0),
+        of("a", "died", who="a", core="desk"),
+        *([*asks("b", "training"), of("b", "granted", kind="training", cluster="trainer", devices=(0,))] if to else []),
+        of("a", "gone", how="died", idle=()),
+    ]
+    assert wrong in (answer := found(rows, "dead_pipeline_leaves"))
+    assert bool(answer) == bool(wrong)
+
+
+@pytest.mark.parametrize(("waits_ms", "wrong"), [(400, False), (600, True)])
+def test_a_desk_may_plan_later_for_several_events_at_once(waits_ms: int, wrong: bool) -> None:
+    """It may wait as long as the watchdog. Then its trainer works for a second, which does not count."""
+    told = [
+        LIMITS,
+        *joins("a", trainer=(0,), generation=(1,)),
+        {**of("a", "acquire", kind="training"), "core": "desk"},
+        *asks("a", "training")[1:],
+        {**of("desk", "alarm", number=1), "core": "desk"},
+        desk("plan", 1, (0, 1), grants="a.trainer:0"),
+        of("a", "granted", kind="training", cluster="trainer", devices=(0,)),
+        {**of("a", "alarm", number=2), "core": "a"},
+        {**of("a", "release", kind="training"), "core": "desk"},
+    ]
+    events = [row["event"] for row in told]
+    planned, over = events.index("alarm"), events.index("granted") + 1
+    seconds = [waits_ms / 1000 * (at >= planned) + (at >= over) for at in range(len(told))]
+    rows = [{"time": time, **row} for time, row in zip(seconds, told, strict=True)]
+    answer = violations(rows).get("priority_kept", "")
+    assert ("were available for 0.600 s and no plan was made" in answer) == bool(answer) == wrong

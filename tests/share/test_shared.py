@@ -169,11 +169,13 @@ def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
 
 
 def test_a_ledger_that_does_not_say_who_waits_is_not_called_wrong() -> None:
-    """Without `queued`, every grant of a plan looked as if nobody had asked for it."""
-    rows = [row for row in foreign(rows_of(shared(BOTH).rows)) if row["event"] != "queued"]
+    """A request waits from its `acquire` on. Without this, every grant of a plan looked as if nobody had asked for it."""
+    told = foreign(rows_of(shared(BOTH).rows))
+    rows = [row for row in told if row["event"] not in ("queued", "expired", "withdrawn")]
     assert violations(rows) == {}
-    with pytest.raises(Missing, match="no `queued` event"):
-        settled(priority_kept, DeskLedger(rows))
+    assert settled(priority_kept, DeskLedger(rows)).value == 0
+    with pytest.raises(Missing, match="no `acquire` or `queued` event"):
+        settled(priority_kept, DeskLedger(row for row in rows if row["event"] != "acquire"))
 
 
 def test_what_a_ledger_lacks_is_named() -> None:

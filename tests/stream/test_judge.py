@@ -863,6 +863,17 @@ def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) ->
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
 
 
+@pytest.mark.parametrize(
+    ("sampler", "slow", "wrong"),
+    [("ready-first", 0, True), ("mine:FirstInFirstOut", 0, False), ("mine:FirstInFirstOut", 3, True)],
+)
+def test_an_own_sampler_may_train_groups_in_the_order_of_their_start(sampler: str, slow: int, wrong: bool) -> None:
+    """Then a step waits for its first group, but not for its last."""
+    rows = System(fault="waits-for-all", groups=4, slow=(slow,), steps=1).run()
+    rows[some(rows, "capacity")].update(sampler=sampler)
+    assert ("trains_before_straggler" in violations(rows)) == wrong
+
+
 def test_a_step_that_is_tried_again_begins_with_the_groups_it_has() -> None:
     """They stay selected from the first try; the straggler is selected in the second, long after it began."""
     rows = System(groups=2, slow=(1,), steps=1).run()
