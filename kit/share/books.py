@@ -7,6 +7,7 @@ Rows that a runner writes twice, as a command and as another core's event, count
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ class DeskLedger(Ledger):
         self.index(once)
         self.unheard = sorted(itertools.chain(*sent.values()), key=lambda row: row.at)
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
+        patience = self.limit("request_ms", 0) / 1000 * 0.999 or math.inf  # a later error says that it waited too long
         # The error of a request that expired ends an earlier request.
         expired = {(row.who, self.turn[row.at]) for row in self.by_event["expired"]}
         refusals = {  # of operations that the same turn answers with an error
@@ -116,10 +118,13 @@ class DeskLedger(Ledger):
             for row in self.by_event["error"]
             if (operation := asked.get(self.turn[row.at]))
             and (operation.who, operation.event) == (row.who, row.get("of"))
+            and row.get("kind") in (None, operation.get("kind"))
+            and row.time - operation.time < patience
             and (row.who, self.turn[row.at]) not in expired
         }
         self.refused = {*refusals.values()}
         self._without_effect = self.refused | refusals.keys()
+        self._not_noted = {*self._requests_not_noted()}
 
     def limit(self, name: str, default: int) -> int:
         value = self.limits.get(name, default)
@@ -153,12 +158,20 @@ class DeskLedger(Ledger):
         if row.at in self._without_effect:
             return books
         after = books.after(row)
-        # A desk need not note that it queues a request.
-        return (
-            after.after(replace(row, metric="queued"))
-            if row.event == "acquire" and not self.by_event["queued"]
-            else after
-        )
+        return after.after(replace(row, metric="queued")) if row.at in self._not_noted else after
+
+    def _requests_not_noted(self) -> Iterator[int]:
+        """The rows of requests for devices that no `queued` follows before their grant: they wait from the first."""
+        open_: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for row in self.of("acquire", "queued", "granted"):
+            key = row.who, cluster_of(row)
+            if row.event == "queued":
+                open_[key] = []
+            elif row.event == "granted":
+                yield from open_.pop(key, [])
+            elif row.at not in self.refused:
+                open_[key].append(row.at)
+        yield from itertools.chain(*open_.values())
 
     def last_books(self) -> Books:
         for _ in self.replay():
@@ -194,6 +207,7 @@ class Books:
     devices: int
     clusters: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # in order of registration
     tp: dict[str, int] = field(default_factory=dict)
+    followed: dict[str, str] = field(default_factory=dict)  # by pipeline: the one that registered just after it
     admitted: set[str] = field(default_factory=set)
     set_up: set[str] = field(default_factory=set)
     handed_over: set[str] = field(default_factory=set)
@@ -257,6 +271,7 @@ class Books:
             self.devices,
             {**self.clusters},
             {**self.tp},
+            {**self.followed},
             {*self.admitted},
             {*self.set_up},
             {*self.handed_over},
@@ -283,6 +298,7 @@ class Books:
             self.plan = None
         elif row.event == "clusters":
             self._forget_earlier(row.who)
+            self.followed |= {last: row.who for last in [*self.clusters][-1:] if last not in self.followed}
             self.clusters[row.who] = {name: numbers(row[name]) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
@@ -338,23 +354,24 @@ class Books:
                         self.free(row.who, cluster, row["release"])
                 if row["kind"] == "generation":
                     self.set_up.add(row.who)
-                self.asked[key] = row.at
+                self.asked.setdefault(key, row.at)  # one that is repeated keeps its place
             case "queued":
-                asked = self.asked.pop(key, row.at)
-                self.waiting[key] = WaitingRequest(row["kind"], asked, int(row.get("target", 0)), row.time)
-            case "granted":
-                self.asked.pop(key, None)
-                self.waiting.pop(key, None)
-                if row["kind"] != "generation":
+                asked, before = self.asked.get(key, row.at), self.waiting.get(key)
+                since = before.time if before is not None and before.at == asked else row.time
+                self.waiting[key] = WaitingRequest(row["kind"], asked, int(row.get("target", 0)), since)
+            case "granted" | "expired":
+                self.end_request(key)
+                if row.event == "granted" and row["kind"] != "generation":
                     self.held[key] = row["kind"]
-            case "expired" | "withdrawn":
+            # The request that takes the place of a withdrawn one has been asked before the note.
+            case "withdrawn":
                 self.waiting.pop(key, None)
             case "error" if row.get("of") == "acquire":
-                self.waiting.pop(key, None)
+                self.end_request(key)
             case "release" if row["kind"] != "generation":
                 self.free(*key, row["kind"])
             case "release" | "planned_release":
-                self.waiting.pop(key, None)
+                self.end_request(key)
                 self.leaving.add(row.who)
             case "released":
                 self.leaving -= {row.who} - self.closing
@@ -391,13 +408,18 @@ class Books:
 
     def free(self, name: str, cluster: str, kind: str) -> None:
         if (request := self.waiting.get((name, cluster))) is not None and request.kind == kind:
-            del self.waiting[name, cluster]
+            self.end_request((name, cluster))
         if self.held.get((name, cluster)) == kind:
             del self.held[name, cluster]
             self.handed_over |= {name} if kind == "training" else set()
 
+    def end_request(self, key: tuple[str, str]) -> None:
+        self.asked.pop(key, None)
+        self.waiting.pop(key, None)
+
     def withdraw(self, name: str) -> None:
-        self.waiting = {key: request for key, request in self.waiting.items() if key[0] != name}
+        for key in [key for key in self.asked | self.waiting if key[0] == name]:
+            self.end_request(key)
 
     def forget(self, name: str) -> None:
         for by_name in (self.clusters, self.tp, self.active, self.streams):

@@ -6,21 +6,22 @@
 | pipeline | admit | admitted, once it is its turn |
 | pipeline | acquire (kind; cluster, target, release) | granted (kind, cluster, devices), or error; `release`: a kind to release first |
 | pipeline | release (kind; cluster) | released for generation, else none; a request not granted yet is withdrawn |
-| pipeline | planned_release | released, once all replicas sleep; a second one joins the first; a waiting request to generate is withdrawn |
+| pipeline | planned_release | each gets `released` once all replicas sleep; a waiting request to generate is withdrawn |
 | pipeline | resize (add or remove) | resized, or error: allow replicas to be active again, or no longer |
 | pipeline | unregister | unregistered, once all replicas sleep; waiting requests get an error |
 | pipeline | progress (completed, target; stream, such as "adapter 3"), progress_end (stream) | none, or error |
 | devices | shrunk (who, replica) | answers left (replica, devices), after which the replica gets no requests and sleeps |
 | devices | expanded (who, replica), then joined (replica) | answers the command `expand` (replica, devices) to "devices" |
-| devices | error (of, who, replica, why) | none: a shrink or an expand failed |
-| devices | died (who; replica) | none: without a replica the whole pipeline is gone, also before it registers, and its devices are free |
+| devices | error (of, who, replica, why) | none: after a failed shrink the desk ends; after a failed expand the replica is dead |
+| devices | died (who; replica) | none: its devices are free at once. Without a replica a pipeline is gone, also before it registers |
 | devices | restarted (who; replica) | none: new ranks replace those that died. The replica may wake, or the pipeline may register, again |
 | devices | taken, freed (who, device) | none: an observer saw it; it is there for the ledger |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
 A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle
-change only the state; the next plan takes them into account. Released devices are free: a pipeline that releases training has
-left them.
+change only the state; the next plan takes them into account. A loss may change the plan, but not what it has ordered to sleep. Released
+devices are free: a pipeline that releases training has left them. A request that waits keeps its devices from later ones, but not from
+a pipeline that holds others.
 
 What a desk in place of this one has to know:
 
@@ -29,15 +30,18 @@ What a desk in place of this one has to know:
   the r-th `tp` of `generation`. A request without `cluster` is for the cluster of its kind (`kit.share.state.KINDS`).
 - The desk sends `joined` once it has `expanded`; a replica gets no request before. A request for generation is granted with the first
   replica that joins, and others may join later. `released` and `unregistered` follow the last `shrunk`.
-- A pipeline may ask again for what its request waits for: answer that with an error, or grant both. One that died is told `unregistered`
-  too; it does not wait for that.
+- Refuse what is not possible with `error` (of, kind, cluster, why) in the same turn: then it changes nothing. That is so for requests of
+  pipelines that are unknown or not admitted, and for a second one, of another kind, for a cluster. A pipeline may ask again for what its
+  request waits for: answer that with an error, or grant both. One that died is told `unregistered` too; it does not wait for that.
 - A request that will not be granted is answered by `error` (`of="acquire"`, kind, cluster, why): after `request_ms`, and when its
   pipeline is removed or unregisters.
-- With `config.admission_ms`, a pipeline starts after the first hand-over of the one before it (it releases training), which trains again
-  once the next has requested generation. Each of the two waits has that limit. `config.operation_ms` is the limit of a shrink or an
-  expand; with `config.watchdog_ms` a pipeline that has neither replicas nor progress is asked for again.
-- The operations in a plan's note name replicas for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand`
-  lists the pipelines that reported progress. The notes `queued`, `expired` and `withdrawn` may be left out.
+- With `config.admission_ms`, a pipeline starts after the first hand-over of the one that registered before it (it releases training),
+  which trains again once the next has requested generation. Each of the two waits has that limit. `config.operation_ms` is the limit of a
+  shrink or an expand; with `config.watchdog_ms` a pipeline that has neither replicas nor progress is asked for again (`queued`), or
+  gets replicas without a second grant.
+- Write notes where they belong among the orders: `plan` before them, `commit` after them. The operations in a plan's note name replicas
+  for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand` lists the pipelines that reported progress. The
+  notes `admission_limit`, `queued`, `expired` and `withdrawn` may be left out.
 - When the last pipeline of `config.names` is gone: `Command("ended", "runner", "desk", why="done")`; after a failure an `error` to each
   pipeline, then `ended` with why="error" and the error.
 """
@@ -168,9 +172,10 @@ def advance(t: DeskTurn) -> None:
 
 
 def grant(t: DeskTurn, op: Op) -> None:
-    """Grant a cluster, unless the pipeline has gone or withdrawn its request since the plan was made."""
+    """Grant a cluster, unless the pipeline has gone or withdrawn its request since the plan was made, or put one in its place that the
+    admission holds back."""
     request = t.waits(op.pipeline, op.cluster)
-    if request is not None and op.devices <= t.idle:
+    if request is not None and not request.held and op.devices <= t.idle:
         t.idle -= op.devices
         t.leases = t.leases.put(request.key, Lease(request.kind, request.number, op.devices))
         answer(t, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -244,9 +244,24 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
             yield f"{asked} has no answer although the pipeline is gone (row {end.at})"
         elif end is None and (has_ended or ledger.rows[-1].time - asked.time > patience):
             yield f"{asked} has no answer"
+    yield from (f"{row} is refused, but nothing speaks against it" for row in refused_needlessly(ledger))
     yield from answered_twice(ledger)
     yield from stranded_requests(ledger)
     return f"{count} requests"
+
+
+def refused_needlessly(ledger: DeskLedger) -> Iterator[Row]:
+    """Yield the refused requests of pipelines that are admitted, neither leave nor release anything, and have no other request or lease for
+    the cluster."""
+    for row, books in ledger.replay():
+        if row.event != "acquire" or row.at not in ledger.refused or row.who not in books.admitted - books.leaving:
+            continue
+        cluster, kind = cluster_of(row), row.get("kind")
+        fits = cluster in books.clusters.get(row.who, {}) and (RUNS_ON.get(kind) == cluster or kind == "initialisation")
+        taken = (row.who, cluster) in books.asked.keys() | books.waiting.keys() | books.held.keys()
+        generates = kind == "generation" and row.who in books.generating
+        if fits and not taken and not generates and "release" not in row.ids:
+            yield row
 
 
 def answered_twice(ledger: DeskLedger) -> Iterator[str]:
@@ -257,7 +272,12 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     first = {asked.at for asked, _ in requests} | ledger.refused
     repeated: Counter[tuple[str, Any]] = Counter()  # requests while an equal one waits: each may be granted too
     joined: dict[tuple[str, Any], Row] = {}
+    shows_who_wakes = bool(ledger.of("expanded"))
     for row, books in ledger.replay():
+        # A pipeline notes itself that a replica joined: only the desk's command counts.
+        serves = "to" in row.ids if row.event == "joined" else row.event == "granted" and row["kind"] == "generation"
+        if serves and shows_who_wakes and row.who in books.clusters and not is_awake(row, books):
+            yield f"{row}: {'it has not' if row.event == 'joined' else 'none of its replicas has'} woken"
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
             if repeated[row.who, row.get("kind")]:
                 repeated[row.who, row.get("kind")] -= 1
@@ -274,6 +294,12 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
         elif row.event in ("left", "shrink", "shrunk", "died", "gone"):
             gone = {replica_of(row)} if "replica" in row.ids else {key for key in joined if key[0] == row.who}
             joined = {key: row_of for key, row_of in joined.items() if key not in gone}
+
+
+def is_awake(row: Row, books: Books) -> bool:
+    """Whether the replica that a row names is awake; of a row without one, whether any replica of its pipeline is."""
+    active = books.active.get(row.who, set())
+    return row["replica"] in active if "replica" in row.ids else bool(active)
 
 
 def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
@@ -322,32 +348,62 @@ def routed_to_awake(ledger: DeskLedger) -> Violations:
 def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need_plans(ledger)
-    passed: dict[tuple[str, str], Row] = {}  # the first plan that left out a request which it could grant
+    passed: dict[Asked, Row] = {}  # the first plan that left out a request which it could grant
     limit = ledger.limit("watchdog_ms", 5_000) / 1000
     for row, books in ledger.replay():
         if row.event == "plan":
             granted = {(name, cluster) for name, cluster, _ in ops(row, "grants") if cluster != "generation"}
-            could = before_sharing(books)[2]
-            left_out = {key: books.waiting[key] for key in could if key not in granted}
             passed = {
-                key: passed.get(key, row)
-                for key, request in left_out.items()
-                if not is_held_back(ledger, books, key[0], request.kind, row.time - request.time)
+                asked: passed.get(asked, row) for asked in grantable(ledger, books, row.time) if asked[0] not in granted
             }
-            for name, cluster in [key for key, first in passed.items() if row.time - first.time > limit]:
+            for (name, cluster), _ in [asked for asked, first in passed.items() if row.time - first.time > limit]:
                 yield f"{row}: {books.waiting[name, cluster].kind} of {name} waits although its devices are available"
-            for name, cluster in sorted(granted - {*could}):
+            in_turn = {*before_sharing(books)[2], *before_sharing(without_held_back(ledger, books, row.time))[2]}
+            for name, cluster in sorted(granted - in_turn):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
-    since: dict[tuple[str, str], float] = {}
+    since: dict[Asked, float] = {}
     before: tuple[Row, Books] | None = None
     for row, books in ledger.replay():
         if before is not None and before[1] is not books:
-            since = {key: since.get(key, before[0].time) for key in unplanned(books)}
-        for name, cluster in [key for key, begun in since.items() if row.time - begun > limit]:
-            yield f"{row}: the devices of {name}.{cluster} were available for {row.time - since[name, cluster]:.3f} s and no plan was made"
-            since[name, cluster] = math.inf
+            idle_for = grantable(ledger, books, before[0].time) if books.plan is None else ()
+            since = {asked: since.get(asked, before[0].time) for asked in idle_for}
+        for asked in [asked for asked, begun in since.items() if row.time - begun > limit]:
+            where = ".".join(asked[0])
+            yield f"{row}: the devices of {where} were available for {row.time - since[asked]:.3f} s and no plan was made"
+            since[asked] = math.inf
         before = row, books
     return f"{len(plans)} plans"
+
+
+Asked = tuple[tuple[str, str], int]  # a request: the cluster, and the row that asked for it
+
+
+def grantable(ledger: DeskLedger, books: Books, now: float) -> list[Asked]:
+    """The requests to grant within `watchdog_ms`: all their devices are idle, and no earlier request waits for one of them."""
+    if not books.waiting:
+        return []
+    books = without_held_back(ledger, books, now)
+    could, idle = before_sharing(books)[2], books.idle()
+    waiting = [
+        (request.precedence, {*books.clusters[key[0]][key[1]]})
+        for key, request in books.waiting.items()
+        if request.kind != "generation" and key not in could
+    ]
+    asked = [(key, books.waiting[key], {*books.clusters[key[0]][key[1]]}) for key in could]
+    return [
+        (key, request.at)
+        for key, request, devices in asked
+        if devices <= idle and not any(before < request.precedence and devices & kept for before, kept in waiting)
+    ]
+
+
+def without_held_back(ledger: DeskLedger, books: Books, now: float) -> Books:
+    waiting = {
+        key: request
+        for key, request in books.waiting.items()
+        if not is_held_back(ledger, books, key[0], request.kind, now - request.time)
+    }
+    return replace(books, waiting=waiting) if len(waiting) < len(books.waiting) else books
 
 
 def unplanned(books: Books) -> Iterable[tuple[str, str]]:
@@ -363,11 +419,16 @@ def no_starvation(ledger: DeskLedger) -> Violations:
     longest, reported = 0.0, set[tuple[Wait, float]]()
     for row, books, waits in waits_so_far(ledger):
         if row.event == "expired":
+            reported |= {
+                (wait, begun) for wait, begun in waits if (wait.name, wait.cluster) == (row.who, cluster_of(row))
+            }
             devices, holders = devices_and_holders(books, row.who, cluster_of(row))
             yield f"{row}: the request waited for {limit:g} s for {devices}: {holders}"
+        denied = row.event == "error" and row.get("of") == "acquire"
         for wait, begun in waits:
             longest = max(longest, row.time - begun)
-            if row.time - begun > limit * 1.001 and (wait, begun) not in reported:
+            is_over = limit * (0.999 if denied and (wait.name, wait.cluster) == (row.who, cluster_of(row)) else 1.001)
+            if row.time - begun > is_over and (wait, begun) not in reported:
                 reported.add((wait, begun))
                 devices, holders = devices_and_holders(books, wait.name, wait.cluster or "generation")
                 yield f"{row}: {wait} since {row.time - begun:.3f} s (limit {limit:g} s); {devices}: {holders}"
@@ -382,15 +443,19 @@ def left_waiting(ledger: DeskLedger) -> Iterator[str]:
     limit = ledger.limit("watchdog_ms", 0) / 1000
     if not limit or ledger.limits.get("planner") in ("static", ON_PURPOSE):
         return
-    waited: dict[str, float] = {}
+    waited: dict[tuple[str, int], float] = {}  # by pipeline and request
     before: Row | None = None
     for row, books in ledger.replay():
         if before is not None and row.time > before.time and books.plan is None:
-            fits = {name for name in books.clusters if could_be_served(books, name)}
-            waited = {name: waited.get(name, 0.0) + row.time - before.time for name in fits}
-            for name in [name for name, seconds in waited.items() if seconds > limit]:
-                yield f"{row}: {name} has had no replica for {waited[name]:.3f} s although devices of one were idle (limit {limit:g} s)"
-                waited[name] = -math.inf
+            names = [name for name in books.clusters if could_be_served(books, name)]
+            fits = [(name, books.waiting[name, "generation"].at) for name in names]
+            waited = {asked: waited.get(asked, 0.0) + row.time - before.time for asked in fits}
+            for asked in [asked for asked, seconds in waited.items() if seconds > limit]:
+                seconds = f"{waited[asked]:.3f} s although devices of one were idle (limit {limit:g} s)"
+                yield f"{row}: {asked[0]} has had no replica for {seconds}"
+                waited[asked] = -math.inf
+        if row.event == "expand":
+            waited = {asked: seconds for asked, seconds in waited.items() if asked[0] != row.who}
         before = row
 
 
@@ -458,18 +523,23 @@ def not_set_up(books: Books, name: str) -> list[str]:
     names = list(books.clusters)
     if name not in books.handed_over or name not in names or (name, "trains") in books.over:
         return []
+    if books.followed.get(name, name) not in names:  # that one has left
+        return []
     after = names[names.index(name) + 1 :][:1]
     return [following for following in after if following not in books.set_up | books.closing]
 
 
 def is_needy(books: Books, name: str) -> bool:
-    """Whether a pipeline has no replica but waits to generate, or generates and has work left by its reports (or reports none). One whose
-    own clusters hold devices of all its replicas waits for nobody else."""
+    """Whether a pipeline has no replica but waits to generate, or generates and has work left by its reports (or never reports). One whose
+    replicas are dead or removed, or sleep on devices that its own clusters hold, waits for nobody else."""
     done, target = books.progress(name)
     waits = (name, "generation") in books.waiting
-    wants = waits or (name in books.generating and (target > done or not target))
+    wants = waits or (name in books.generating and (target > done or name not in books.streams))
     own = {device for who, cluster in books.held if who == name for device in books.clusters[name][cluster]}
-    busy = all(books.bundle(name, replica) & own for replica in books.replicas(name))
+    busy = all(
+        books.bundle(name, replica) & own or (name, replica) in books.out | books.dead
+        for replica in books.replicas(name)
+    )
     return wants and not busy and name not in books.leaving and not books.active.get(name)
 
 
@@ -492,13 +562,30 @@ def plan_valid(ledger: DeskLedger) -> Violations:
     for row, books in ledger.replay():
         if row.event == "plan":
             yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
-        elif row.event == "expand" and set(numbers(row["devices"])) != books.bundle(row.who, row["replica"]):
+            continue
+        if not is_planned(row, books):
+            yield f"{row}: no plan orders it"
+        if row.event == "expand" and set(numbers(row["devices"])) != books.bundle(row.who, row["replica"]):
             yield f"{row} takes the devices {value_in_words(row['devices'])}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
         elif row.event == "granted" and row["kind"] != "generation":
             mapping = sorted(books.clusters[row.who][cluster_of(row)])
             if sorted(numbers(row["devices"])) != mapping:
                 yield f"{row} gives the devices {value_in_words(row['devices'])}; the mapping is {mapping}"
     return f"{len(plans)} plans"
+
+
+def is_planned(row: Row, books: Books) -> bool:
+    """Whether the plan in progress has this order, if it is one."""
+    if row.event == "granted" and gives_devices(row, books):
+        key = row.who, cluster_of(row)
+        return books.plan is not None and key in {(name, cluster) for name, cluster, _ in ops(books.plan, "grants")}
+    which = (
+        "expands" if row.event == "expand" else "shrinks" if row.event == "left" and row.get("to") == row.who else ""
+    )
+    if not which:
+        return True
+    planned = ops(books.plan, which) if books.plan is not None else []
+    return any(name == row.who and row["replica"] in replicas for name, _, replicas in planned)
 
 
 def impossible(row: Row, books: Books) -> Iterator[str]:
@@ -542,7 +629,7 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
         raise NotMeasured(f"only the planners {' and '.join(SPECIFIED)} are specified; this run used {planner}")
     for row, books in ledger.replay():
         if row.event == "plan":
-            shrinks, _, expands = map(sorted, specified(books, planner))
+            shrinks, _, expands = map(sorted, specified(without_held_back(ledger, books, row.time), planner))
             differing = [
                 sorted({(name, device) for name, _, devices in ops(row, which) for device in devices})
                 for which in ("shrinks", "expands")
@@ -565,11 +652,12 @@ def not_planned(ledger: DeskLedger) -> Iterator[str]:
     for row, books in ledger.turns():
         yield from (
             f"{row}: the devices of {name}.{cluster} are available but no plan is made"
-            for name, cluster in unplanned(books)
+            for name, cluster in unplanned(without_held_back(ledger, books, row.time))
         )
         before, served = served, (books.dead, books.out, {*books.clusters})
         if books.plan is None and before != served and (change := changed.get(ledger.turn[row.at])):
-            shrinks, _, expands = map(sorted, specified(books, planner_of(ledger)))
+            planned = without_held_back(ledger, books, row.time)
+            shrinks, _, expands = map(sorted, specified(planned, planner_of(ledger)))
             if shrinks or expands:
                 yield f"{change}: no plan follows; specified: it shrinks {shrinks} and expands {expands}"
 
@@ -583,7 +671,7 @@ def fair_share(ledger: DeskLedger) -> Violations:
     for row, books in ledger.turns():
         if books.plan is None and off_balance(books):
             count += 1
-            shrinks, _, expands = specified(books, planner)
+            shrinks, _, expands = specified(without_held_back(ledger, books, row.time), planner)
             if shrinks or expands:
                 yield f"{row}: shares are unbalanced, and expanding {sorted(expands)} would help"
     return f"{count} times shares were unbalanced but no move would help"
@@ -673,16 +761,19 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
             if not open_[row.who]:
                 yield f"{row}: no planned release waits for it"
             open_[row.who] = open_[row.who][1:]
-            if books.active.get(row.who):
-                yield f"{row}: replicas {sorted(books.active[row.who])} are still active"
-            for _, replica in sorted(pair for pair in books.sleeping if pair[0] == row.who):
-                yield f"{row}: replica {replica} has not fallen asleep yet (no `shrunk`)"
+            yield from not_asleep(row, books)
         elif row.event == "left" and row["replica"] not in books.active.get(row.who, ()):
             yield f"{row}: the replica is not active"
         elif row.event == "error" and row.get("of") == ledger.desk:
             open_.pop(row.who, None)
         elif row.event == "died" and "replica" not in row.ids:
             died[row.who] = row.at
+        elif (
+            row.event in ("gone", "unregistered")
+            and row.who in books.closing & books.clusters.keys()
+            and row.who not in died
+        ):
+            yield from not_asleep(row, books)
     if not count:
         raise Missing("the ledger has no `planned_release` or `release` of generation")
     unanswered = [row for rows in open_.values() for row in rows if row.at > died.get(row.who, -1)]
@@ -690,13 +781,30 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
     return f"{count} planned releases"
 
 
+def not_asleep(row: Row, books: Books) -> Iterator[str]:
+    if books.active.get(row.who):
+        yield f"{row}: replicas {sorted(books.active[row.who])} are still active"
+    for _, replica in sorted(pair for pair in books.sleeping | books.waking if pair[0] == row.who):
+        yield f"{row}: replica {replica} has not fallen asleep yet (no `shrunk`)"
+
+
 def admission(ledger: DeskLedger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
-    staggered = ledger.limit("admission_ms", 0) > 0
+    limit = ledger.limit("admission_ms", 0) / 1000 * 0.999
+    for row, books in ledger.replay():
+        if row.event in ("queued", "granted") and row.who in books.clusters and row.who not in books.admitted:
+            yield f"{row}: the pipeline has not been admitted"
+    if limit:
+        yield from started_early(ledger, limit)
+        yield from trained_early(ledger, limit)
+    return f"{len(rows)} pipelines"
+
+
+def started_early(ledger: DeskLedger, limit: float) -> Iterator[str]:
     registered: dict[str, str] = {}  # by pipeline: the one that registered just before it
     departed: set[str] = set()
-    awaited: dict[tuple[str, str], list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
+    asked: dict[str, Row] = {}
     last = ""
     for row, books in ledger.replay():
         if row.event == "clusters":
@@ -704,27 +812,46 @@ def admission(ledger: DeskLedger) -> Violations:
             departed.discard(row.who)
         elif row.event == "gone":
             departed.add(row.who)
-        names = list(books.clusters)
-        if row.who not in names:
+        elif row.event == "admit":
+            asked.setdefault(row.who, row)
+        elif row.event == "admission_limit" and row.get("side") == "starts" and is_early(ledger, row, asked, limit):
+            yield f"{row}: its wait has not been that long"
+        elif row.event == "admitted" and row.who in books.clusters and row.who not in books.admitted:
+            before = [*books.clusters][: [*books.clusters].index(row.who)][-1:]
+            free = books.handed_over | books.closing | departed
+            over = (row.who, "starts") in books.over or row.time - asked.get(row.who, row).time >= limit
+            if before and not {*before, registered.get(row.who, before[0])} & free and not over:
+                yield f"{row}: {before[0]} has not handed over and the limit is not reached"
+
+
+def trained_early(ledger: DeskLedger, limit: float) -> Iterator[str]:
+    asked: dict[str, Row] = {}
+    awaited: dict[str, list[str]] = {}  # by who asks to train: the pipeline that has to be set up first
+    for row, books in ledger.replay():
+        if row.event == "admission_limit" and row.get("side") == "trains" and is_early(ledger, row, asked, limit):
+            yield f"{row}: its wait has not been that long"
+        elif row.get("kind") != "training" or row.who not in books.clusters:
             continue
-        at, key = names.index(row.who), (row.who, cluster_of(row))
-        if row.event in ("queued", "granted") and row.who not in books.admitted:
-            yield f"{row}: the pipeline has not been admitted"
-        elif row.event == "admitted" and staggered and at and row.who not in books.admitted:
-            before = names[at - 1]
-            over = books.handed_over | books.closing | departed
-            if not {before, registered.get(row.who, before)} & over and (row.who, "starts") not in books.over:
-                yield f"{row}: {before} has not handed over and the limit is not reached"
-        elif row.event in ("acquire", "queued") and staggered and row["kind"] == "training":
-            # A desk need not note that it queues a request; one that waits or is granted may be repeated.
-            if row.event == "queued" or key not in awaited.keys() | books.held.keys():
-                awaited[key] = not_set_up(books, row.who)
-        elif row.event in ("expired", "withdrawn"):
-            awaited.pop(key, None)
-        elif row.event == "granted" and staggered and row.get("kind") == "training":
-            for after in [name for name in awaited.pop(key, []) if name in not_set_up(books, row.who)]:
+        elif row.event == "queued":
+            awaited[row.who] = not_set_up(books, row.who)
+        # A desk need not note that it queues a request; one that waits or is granted may be repeated.
+        elif row.event == "acquire" and row.who not in awaited and (row.who, "trainer") not in books.held:
+            asked[row.who], awaited[row.who] = row, not_set_up(books, row.who)
+        elif row.event == "release" or (row.event == "error" and row.get("of") == "acquire"):
+            awaited.pop(row.who, None)
+        elif row.event == "granted":
+            over = row.time - asked.get(row.who, row).time >= limit
+            for after in [name for name in awaited.pop(row.who, []) if name in not_set_up(books, row.who) and not over]:
                 yield f"{row}: {after} is not set up and the limit is not reached"
-    return f"{len(rows)} pipelines"
+
+
+def is_early(ledger: DeskLedger, note: Row, asked: Mapping[str, Row], limit: float) -> bool:
+    """Whether neither the time since the wait began nor an alarm set for that late is a reason for the note that it reached its limit."""
+    if note.who not in asked or note.time - asked[note.who].time >= limit:
+        return False
+    alarms = {row.get("number") for row in ledger.of("alarm") if ledger.turn[row.at] == ledger.turn[note.at]}
+    due = [row for row in ledger.of("after") if row.who == ledger.desk and row.get("number") in alarms]
+    return not any(row.number("ms") / 1000 >= limit for row in due)
 
 
 def progress_ended(ledger: DeskLedger) -> Violations:

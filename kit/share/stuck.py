@@ -29,7 +29,9 @@ def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
     """Yield each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an
     end come last."""
     asked: dict[tuple[str, str], Row] = {}
-    for row in ledger.of("acquire", "gone", "error", "granted", "release", "planned_release"):
+    rows = ledger.of("acquire", "gone", "error", "granted", "release", "planned_release")
+    # A desk may note that a pipeline is gone before it answers what that one asked for.
+    for row in sorted(rows, key=lambda row: (ledger.turn[row.at], row.event == "gone")):
         own_keys = [key for key in asked if key[0] == row.who]
         if row.event == "acquire" and row.at not in ledger.refused:
             released = row.get("release", "")

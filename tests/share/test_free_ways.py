@@ -111,8 +111,8 @@ def test_a_request_that_is_repeated_may_be_granted_as_often(requests: int, grant
     assert ("no request waits for it" in found(rows, "no_request_lost")) == wrong
 
 
-def staggered(*, b_left: bool) -> list[Facts]:
-    """Of a, b and c, a trains late; b has trained before it, and has left or not."""
+def staggered(*, b_left: bool, waits: int = 5, notes: int = 1) -> list[Facts]:
+    """Of a, b and c, a trains late; b starts at its limit, has trained before a, and has left or not."""
     hands_over = [
         *asks("b", "training"),
         of("b", "granted", kind="training", cluster="trainer", devices=(1,)),
@@ -120,10 +120,11 @@ def staggered(*, b_left: bool) -> list[Facts]:
     ]
     leaves = [of("b", "unregister"), of("b", "gone", how="unregistered", idle=(0, 1)), of("b", "unregistered")]
     return [
-        {**LIMITS, "admission_ms": 5000},
+        {**LIMITS, "admission_ms": 50},
         *joins("a", trainer=(0,), generation=(0,)),
         *joins("b", trainer=(1,), generation=(1,))[:-1],
-        of("b", "admission_limit", side="starts"),
+        *[of("a", "progress", completed=0, target=1)] * waits,
+        *[of("b", "admission_limit", side="starts")] * notes,
         of("b", "admitted"),
         *(hands_over if b_left else []),
         *(leaves if b_left else []),
@@ -134,6 +135,23 @@ def staggered(*, b_left: bool) -> list[Facts]:
 def test_who_starts_after_the_one_before_it_which_has_left() -> None:
     assert found(staggered(b_left=True), "admission") == ""
     assert "b has not handed over" in found(staggered(b_left=False), "admission")
+
+
+@pytest.mark.parametrize(
+    ("waits", "notes", "wrong"),
+    [
+        (5, 1, ""),
+        (5, 0, ""),
+        (3, 1, "`admission_limit` of b (row 11, 0.110 s): its wait has not been that long"),
+        (3, 0, "a has not handed over and the limit is not reached"),
+    ],
+)
+def test_who_starts_at_the_limit_has_waited_for_it_whether_the_desk_notes_it_or_not(
+    waits: int, notes: int, wrong: str
+) -> None:
+    answer = found(staggered(b_left=True, waits=waits, notes=notes), "admission")
+    assert wrong in answer
+    assert bool(answer) == bool(wrong)
 
 
 @pytest.mark.parametrize("notes", [True, False])

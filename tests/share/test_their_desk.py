@@ -192,9 +192,11 @@ def test_a_plan_may_leave_a_request_to_the_next_ones_within_the_watchdogs_time()
         priority_kept, *begun, shrinks, *asleep, commit, grants, a("granted", kind="training", devices=(0,))
     )
     late = {**shrinks, "number": 2, "shrinks": "", "time": 100.0}
-    for first in ([shrinks, *asleep], [{**shrinks, "shrinks": ""}]):
-        assert not answer(priority_kept, *begun, *first, commit)
-        assert "training of a waits" in answer(priority_kept, *begun, *first, commit, late)
+    nothing = {**shrinks, "shrinks": ""}
+    assert not answer(priority_kept, *begun, shrinks, *asleep, commit)
+    assert "the devices of a.trainer were available" in answer(priority_kept, *begun, shrinks, *asleep, commit, late)
+    assert "training of a waits" in answer(priority_kept, *begun, *asleep, nothing, commit, late)
+    assert not answer(priority_kept, *begun, nothing, commit, late)  # a replica may finish what it has
     generation = {**shrinks, "shrinks": "", "grants": "a.generation:1", "expands": "a.generation:1"}
     assert not answer(plan_valid, SETTINGS, CLUSTERS, generation)
 
