@@ -81,6 +81,10 @@ ALSO = {
     "abort-never-signals": {"no_deadlock"},
     "count-outside-lock": {"no_deadlock"},
     "releases-while-training": {"loops_right"},
+    "joins-the-dead": {"no_request_lost"},  # it had not woken
+    "late-shrink": {"plan_valid"},  # no plan orders it then
+    "trains-on-at-once": {"plan_as_specified"},
+    "unnoted-gang": {"plan_as_specified"},
     "request-before-shell": {"devices_used", "loops_right", "no_deadlock"},
 }
 

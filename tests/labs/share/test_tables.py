@@ -134,7 +134,7 @@ def test_waits_end_with_the_grant(by_hand):
     assert rows["a", "generation"]["longest wait"] == pytest.approx(2)
     assert rows["b", "training"]["waited"] == pytest.approx(1.5)
     assert rows["b", "admission"]["waited"] == pytest.approx(0.5)
-    assert rows["a", "suspended"]["waited"] == pytest.approx(7)  # its replica left at 6, and it unregistered at 13
+    assert rows["a", "suspended"]["waited"] == pytest.approx(6)  # its replica left at 6, and its progress ended at 12
     assert {row["granted"] for key, row in rows.items() if key[1] != "suspended"} == {1}
 
 
