@@ -48,7 +48,7 @@ class Sample:
     spans: list[Row] = field(default_factory=list)
     completed: list[Row] = field(default_factory=list)
     waiting: bool = False  # its last request has no answer
-    fresh: bool = False  # no tokens since it was last sent
+    fresh: bool = False  # no first token since a request was sent, started or ended
 
     def take(self, row: Row) -> None:
         asked = self.sent[-1].get("replica") if self.sent else None
@@ -58,11 +58,15 @@ class Sample:
         elif asked is not None and row.get("replica", asked) != asked:
             pass  # from a replica that the sample has left: ignored
         elif row.event == "tokens":
-            begins_again = self.fresh and not row.number("first", 0)
+            # Late tokens of an earlier request may come first. If another system writes no `sent`, any first token may be a new request's.
+            begins_again = (self.fresh or not self.sent) and not row.number("first", 0)
             self.spans = [row] if begins_again else [*self.spans, row]
-            self.fresh = False
+            self.fresh = self.fresh and not begins_again
+        elif row.event == "started":
+            self.fresh = True
         else:
             self.waiting = False
+            self.fresh = self.fresh or row.event in ("cancelled", "failed")
             self.completed += [row] if row.event == "completed" else []
 
     @property
@@ -126,7 +130,7 @@ class LoopLedger(Ledger):
                 self.life[row["group"]].append(row)
                 if "sample" in row.ids:
                     self.samples[row["group"]].setdefault(row["sample"], Sample())
-            if row.event in ("sent", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
+            if row.event in ("sent", "started", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
                 self.samples[row["group"]][row["sample"]].take(row)
         self.foreign = not by_cores(self.rows)
         self.ended = next(iter(self.by_event["ended"]), None)
