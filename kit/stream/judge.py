@@ -422,6 +422,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     held: Row | None = None
     bumps_hold = bool(ledger.by_event["hold"]) and not ledger.foreign
     ends_of_holds = [] if _shows_resumes(ledger) else published
+    shows_syncs = any(ends_sync(row) for row in ledger.rows)
     for row in ledger.rows:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
         if row.event in ("joined", "published"):
@@ -432,7 +433,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
         elif row.event == "hold" or (row.event == "bumped" and bumps_hold):
             held = row  # the kit's loop holds dispatch from the row at which the version rises
         elif row.event == "resume":
-            if held and (began := open_sync(ledger.rows[held.at : row.at])):
+            if held and shows_syncs and (began := open_sync(ledger.rows[held.at : row.at])):
                 yield f"{row}: dispatch continues before the end of the sync that began in row {began.at}"
             held = None
         elif row.event == "sent" or (row.event == "reserved" and not ledger.foreign):
@@ -443,6 +444,8 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
             version = row.number("newest" if "newest" in row.ids else "version")
             if bumped and version > now:
                 yield f"{row}: version {version} is used; the current version is {now}"
+            elif row.event == "completed" and "newest" not in row.ids and _has_moved(ledger, row):
+                pass  # `version` is that of the oldest token, which another replica generated
             elif version not in serves + late.get(row["replica"], []):
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
     if held and not ends_of_holds:
@@ -452,6 +455,12 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
+
+
+def _has_moved(ledger: LoopLedger, done: Row) -> bool:
+    """Whether a complete sample was on another replica before."""
+    rows = [row for row in ledger.life[done["group"]] if row.at < done.at and row.get("sample") == done["sample"]]
+    return any(row.get("replica", done["replica"]) != done["replica"] for row in rows)
 
 
 def _shows_resumes(ledger: LoopLedger) -> bool:
@@ -497,7 +506,9 @@ def _left_behind(ledger: LoopLedger) -> Iterator[str]:
 def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
-    if end and end.get("why") == "done" and not ledger.foreign:  # another system may not need the last version
+    if ledger.foreign and end and end.get("why") in ("done", "exhausted"):
+        return  # another system may have nothing left to dispatch
+    if end and end.get("why") == "done":
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
         yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"

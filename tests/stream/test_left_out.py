@@ -73,3 +73,47 @@ def test_late_tokens_of_an_earlier_request_belong_to_it() -> None:
     assert violations(*late, tokens(), completed()) == {}
     twice = violations(*late, tokens(), tokens(), completed(length=4))
     assert twice["stamps_per_token"].startswith("group 0 sample 0: token 0 is stamped twice")
+
+
+# -- syncs --------------------------------------------------------------------------------------------------------------------
+
+CORE = {"core": "a"}  # only the kit's cores have this id
+
+
+def served(group: int, version: int, replica: int = 0) -> Rows:
+    return [sent(group, replica=replica), tokens(group=group, version=version, replica=replica)]
+
+
+def published(version: int, replica: int = 0) -> dict[str, Any]:
+    return row("published", version=version, replica=replica)
+
+
+def step_to(version: int, *rows: dict[str, Any]) -> Rows:
+    return [row("bumped", version=version), row("hold", version=version), row("sync_begin", version=version), *rows]
+
+
+def test_a_sync_needs_no_end_unless_the_ledger_has_ends() -> None:
+    rows = [published(0), *served(0, 0), *step_to(1, row("resume", version=1), published(1)), *served(1, 1)]
+    assert violations(*rows) == {}
+    late = violations(*rows, row("synced", version=1))
+    assert "dispatch continues before the end of the sync that began" in late["publish_before_use"]
+
+
+@pytest.mark.parametrize(("why", "more", "passes"), [
+    ("done", {}, True), ("exhausted", {}, True), ("error", {}, False), ("done", CORE, False),
+])  # fmt: skip
+def test_the_last_hold_needs_no_resume_if_nothing_is_left(why: str, more: dict[str, Any], passes: bool) -> None:
+    start = [row("hold", version=0), published(0), row("resume", version=0)]
+    rows = [*start, *served(0, 0), *step_to(1, {**published(1), **more}, row("synced", version=1))]
+    found = violations(*rows, row("ended", why=why)).get("publish_before_use", "")
+    assert (not found) == passes
+    assert passes or "never continued" in found or "dispatch has been held" in found
+
+
+def test_a_sample_that_moved_has_tokens_of_a_version_that_its_replica_never_had() -> None:
+    start = [published(0), *served(0, 0), row("bumped", version=1), row("joined", replica=1), published(1), published(1, 1)]
+    moved = [*start, sent(replica=1), tokens(first=4, version=1, replica=1)]
+    assert violations(*moved, completed(replica=1, length=8)) == {}
+    assert "publish_before_use" in violations(*moved, completed(replica=1, length=8, newest=0))
+    stayed = [*start, sent(1, replica=1), completed(1, replica=1)]
+    assert "version 0 is used before it was published on replica 1" in violations(*stayed)["publish_before_use"]
