@@ -246,8 +246,18 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
             event.event == "ready" for event in ledger.life[row["group"]] if event.at <= row.at
         ):
             ready.add(row["group"])  # `place`: the group is back after its step was aborted
+        elif row.event == "abort":
+            ready |= _back_unnoted(ledger, row)
         elif row.event == "selected" or ends_group(row):
             ready.discard(row["group"])
+
+
+def _back_unnoted(ledger: LoopLedger, abort: Row) -> set[Id]:
+    """Groups that wait again after their step was aborted, if another system writes no `place`."""
+    steps = [step for step in ledger.steps if step.abort is abort and ledger.leaves_out("place")]
+    trained = {row["group"] for step in steps for row in step.trained}
+    selected = {row["group"] for step in steps for row in step.of("selected")} - trained
+    return {group for group in selected if all(end.at > abort.at for end in ledger.ends(group))}
 
 
 TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained")]  # the last two are tokens
@@ -259,7 +269,15 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
     The trainer's oldest unanswered command counts first, else a sync, else waiting for generation. Beside it, the mean over replicas of
     the time without a request.
     """
-    logged = {(row.get("step"), row.get("update")): row for row in ledger.by_event["logged"]}
+    of_update: defaultdict[tuple[Id | None, ...], list[Row]] = defaultdict(list)
+    for metrics in ledger.by_event["metrics"]:
+        of_update[metrics.get("step"), metrics.get("update")].append(metrics)
+    logged: dict[
+        int, Row
+    ] = {}  # by `metrics` row: the nearest one, since an update that is tried again may be logged again
+    for log in ledger.by_event["logged"]:
+        if rows := of_update.get((log.get("step"), log.get("update"))):
+            logged[min(rows, key=lambda metrics: abs(metrics.at - log.at)).at] = log
     spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
     asked: list[str] = []
     idle, without_request = 0.0, _share_idle(ledger)
@@ -276,8 +294,8 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
         elif row.event in ("sync_begin", "synced") or of == "sync":
             syncing = row.event == "sync_begin"
         elif row.event == "metrics":
-            if log := logged.get((row.get("step"), row.get("update"))):
-                yield log, {**spent, "s_total": sum(spent.values()), "s_replicas_idle": idle}
+            if stated := logged.get(row.at):
+                yield stated, {**spent, "s_total": sum(spent.values()), "s_replicas_idle": idle}
             spent, idle = dict.fromkeys(SECONDS, 0.0), 0.0
 
 

@@ -143,14 +143,20 @@ def _tokens_between(ledger: LoopLedger, before: Row, again: Row) -> int:
         return 0
     replica: Id | None = None
     begins = lost[0].number("first", 0)
-    goes_on = begins
-    for row in rows[rows.index(again) :]:
+    generated = sum(row.number("count") for row in lost)
+    later = rows[rows.index(again) :]
+    # A request that adds no token loses none, unless its answer states a shorter sample.
+    goes_on = begins if any(row.event == "tokens" for row in later) else begins + generated
+    for row in later:
         if row.event == "sent":
             replica = row.get("replica")
         elif row.event == "tokens" and row.get("replica") == replica:
             goes_on = row.number("first", 0)
             break
-    return max(0, sum(row.number("count") for row in lost) - max(0, goes_on - begins))
+        elif row.event == "completed" and row.get("replica", replica) == replica:
+            goes_on = row.number("length", goes_on)
+            break
+    return max(0, generated - max(0, goes_on - begins))
 
 
 def failed_requests(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
@@ -210,10 +216,12 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
 def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
     """Why a group may not end as `failed` or `replaced`; empty if it may."""
     on_failed = ledger.setting("on_failed")
-    if not [*failures] and not _is_filtered(ledger, end):
+    if _is_filtered(ledger, end):
+        return ""
+    if not [*failures]:
         return "none of its requests failed"
     if on_failed == "stop":
         return "the loop continues although on_failed=stop"
-    if end.event == "replaced" and on_failed == "shrink" and not _is_filtered(ledger, end):
+    if end.event == "replaced" and on_failed == "shrink":
         return "the group was replaced although on_failed=shrink"
     return ""

@@ -92,6 +92,9 @@ class StepRows:
     abort: Row | None = None
     errors: list[Row] = field(default_factory=list)
     finished: dict[int, list[Row]] = field(default_factory=dict)  # by update: finishes that the trainer executed
+    earlier: list[Row] = field(
+        default_factory=list
+    )  # `trained` rows of updates that earlier tries of the step finished
 
     def of(self, *events: str) -> list[Row]:
         return [row for row in self.rows if row.event in events]
@@ -101,6 +104,12 @@ class StepRows:
         """The `trained` rows of groups in the weights. An abort undoes an update without a finish."""
         rows = self.of("trained")
         return rows if self.abort is None else [row for row in rows if row.number("update", 0) in self.finished]
+
+    @property
+    def kept(self) -> list[Row]:
+        """What earlier tries trained, if this try goes on after their updates."""
+        first = next(iter(self.of("begin")), None)
+        return self.earlier if first is not None and first.number("update", 0) else []
 
     @property
     def bumped(self) -> Row | None:
@@ -130,7 +139,10 @@ class LoopLedger(Ledger):
                 self.life[row["group"]].append(row)
                 if "sample" in row.ids:
                     self.samples[row["group"]].setdefault(row["sample"], Sample())
-            if row.event in ("sent", "started", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
+            if (
+                row.event in ("sent", "started", "tokens", *ANSWERS)
+                and row.get("sample") in self.samples[row.get("group", "")]
+            ):
                 self.samples[row["group"]][row["sample"]].take(row)
         self.foreign = not by_cores(self.rows)
         self.ended = next(iter(self.by_event["ended"]), None)
@@ -236,7 +248,8 @@ class LoopLedger(Ledger):
                 continue
             step, of, update = latest.get(row["step"]), row.get("of"), row.number("update", 0)
             if row.event in STEP and (step is None or step.abort is not None):
-                step = latest[row["step"]] = StepRows(row["step"])
+                earlier = [] if step is None else [*step.earlier, *step.trained]
+                step = latest[row["step"]] = StepRows(row["step"], earlier=earlier)
                 steps.append(step)
             if step is None:
                 continue

@@ -60,7 +60,7 @@ def one_step_per_batch(ledger: LoopLedger) -> Violations:
 
 def _update_order(step: StepRows) -> Iterator[str]:
     current: int | None = None
-    done: list[int] = []
+    done = sorted({row.number("update", 0) for row in step.kept})
     for row in step.of("begin", "microbatch", "finish", "bumped"):
         update = row.number("update", 0)
         if row.event == "bumped":
@@ -87,7 +87,7 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
         for step in ledger.steps
         if step.bumped or (step.finished and not step.abort and ledger.ended and not ledger.error)
     ]
-    sizes = [Counter(row.number("update", 0) for row in step.of("trained")) for step in whole]
+    sizes = [Counter(row.number("update", 0) for row in (*step.kept, *step.of("trained"))) for step in whole]
     lost = {
         row["group"]: row.at for name in ("failed", "dropped") for row in ledger.by_event[name] if _excuses(ledger, row)
     }
@@ -167,7 +167,9 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
 def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:
     """Whether all groups of a step, which may be tried several times, were trained or lost before a row. Further updates may follow."""
     trained = {other["group"]: other.at for step in tries for other in step.trained}
-    groups = {other["group"] for step in tries for other in step.of("selected")} or {*trained}
+    groups = {other["group"] for step in tries for other in step.of("selected")}
+    if not groups and len(trained) == ledger.limit("groups_per_step"):
+        groups = {*trained}  # without `selected`, only their number shows that no update is left
     left = [group for group in groups if trained.get(group, row.at) >= row.at]
     waits = [group for group in left if all(end.event == "cleared" or end.at > row.at for end in ledger.ends(group))]
     return bool(groups) and not waits
@@ -311,7 +313,9 @@ def abort_on_failure(ledger: LoopLedger) -> Violations:
             life = ledger.life[row["group"]]
             over = [end_row for end_row in life if ends_group(end_row) and row.at < end_row.at <= step.abort.at]
             back = any(
-                later.event in ("place", "selected") or ends_group(later) for later in life if later.at > step.abort.at
+                later.event in ("place", "selected", "trained") or ends_group(later)
+                for later in life
+                if later.at > step.abort.at
             )
             if row["group"] in gone:
                 continue
@@ -444,9 +448,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
             version = row.number("newest" if "newest" in row.ids else "version")
             if bumped and version > now:
                 yield f"{row}: version {version} is used; the current version is {now}"
-            elif row.event == "completed" and "newest" not in row.ids and _has_moved(ledger, row):
-                pass  # `version` is that of the oldest token, which another replica generated
-            elif version not in serves + late.get(row["replica"], []):
+            elif version not in serves + late.get(row["replica"], []) and not _is_from_elsewhere(ledger, row):
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
     if held and not ends_of_holds:
         yield from _still_held(ledger, held)
@@ -457,10 +459,14 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
 
 
-def _has_moved(ledger: LoopLedger, done: Row) -> bool:
-    """Whether a complete sample was on another replica before."""
-    rows = [row for row in ledger.life[done["group"]] if row.at < done.at and row.get("sample") == done["sample"]]
-    return any(row.get("replica", done["replica"]) != done["replica"] for row in rows)
+def _is_from_elsewhere(ledger: LoopLedger, row: Row) -> bool:
+    """Whether a row states the version of a sample's oldest token, which another replica generated."""
+    if row.event != "completed" or "newest" in row.ids:
+        return False
+    before = [
+        other for other in ledger.life[row["group"]] if other.at < row.at and other.get("sample") == row["sample"]
+    ]
+    return any(other.get("replica", row["replica"]) != row["replica"] for other in before)
 
 
 def _shows_resumes(ledger: LoopLedger) -> bool:
@@ -709,17 +715,23 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
             yield f"group {group} sample {name} has length {length}, but {counted(sample.tokens, 'token')} were generated for it"
     if not ledger.ended:
         raise Missing("the ledger has no `ended` event, so tokens may be in flight")
+    endless, any_ends = 0, not ledger.foreign or any(ledger.ends(group) for group in ledger.life)
     no_ends = ledger.leaves_out("cleared", "group")
     over = {row["group"] for row in ledger.by_event["trained"]} if no_ends else _kept_groups(ledger)
     for group, rows in ledger.life.items():
         tokens = sum(row.number("count") for row in rows if row.event == "tokens")
-        if tokens and group not in over and not ledger.ends(group):
+        if not tokens or group in over or ledger.ends(group):
+            continue
+        endless += 1
+        if any_ends:
             yield f"{counted(tokens, 'token')} of group {group} are neither trained nor wasted, because the group has no end"
     trained = ledger.tokens({row["group"] for row in ledger.trained()})
     stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
     for name, number in stated.items():
         if ledger.ended.number(name, number) != number and not (name == "wasted" and ledger.error):
             yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; counted from the rows: {number}"
+    if endless and not any_ends:
+        raise Missing(f"the ledger has no event that ends a group ({', '.join(ENDS)})")
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
@@ -746,7 +758,7 @@ REQUESTED = ("sent", "started", "tokens", "completed", "ready")  # events of a g
 def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place; one taken
     just after `reserved` is early enough for the first request."""
-    permit, leaving = name[:-1], "selected" if name == "places" else "ready"
+    permit, leaving = name[:-1], _leaving(ledger, name)
     where = "are in the buffer" if name == "places" else "are in flight"
     inside: set[Id] = set()
     holding: set[Id] = set()
@@ -754,8 +766,12 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     dispatched: set[int] = set()
     for rows in ledger.life.values():
         dispatched |= {row.at for row in [row for row in rows if row.event in REQUESTED][:1]}
+        earlier_samples = [row.at for row in rows if row.event == "completed"][:-1]
         own_rows = [
-            row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)
+            row
+            for row in rows
+            if (row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row))
+            and row.at not in earlier_samples
         ]
         for row, after in zip_longest(own_rows, own_rows[1:]):
             soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
@@ -777,6 +793,12 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     return f"at most {most} of {limit} {name}"
 
 
+def _leaving(ledger: LoopLedger, name: str) -> str:
+    """The event with which a group leaves the buffer or the slots. If another system does not write it, one that comes before it."""
+    events = ("selected", "ready") if name == "places" else ("ready",)
+    return next((event for event in events if not ledger.leaves_out(event)), "completed")
+
+
 def admitted(ledger: LoopLedger) -> Violations:
     """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
@@ -792,16 +814,8 @@ def admitted(ledger: LoopLedger) -> Violations:
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
-    # A group whose request failed is lost, although others of its requests must be cancelled before it ends as `failed`.
     failed = failed_requests(ledger)
-    gone = {
-        max(
-            (row.at for row in failed.get(end["group"], ()) if end.event == "failed" and row.at < end.at),
-            default=end.at,
-        )
-        for end in ledger.of(*lost)
-        if ends_group(end)
-    }
+    gone = {_lost_at(ledger, end, failed) for end in ledger.of(*lost) if ends_group(end)}
     for row in ledger.rows:
         started -= row.at in gone
         if row.event == "reserved":
@@ -813,6 +827,14 @@ def admitted(ledger: LoopLedger) -> Violations:
             elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{counted(started, 'group')} started in time"
+
+
+def _lost_at(ledger: LoopLedger, end: Row, failed: Mapping[Id, Sequence[Row]]) -> int:
+    """The row from which another group may take the place of one that ends: a filtered group's end may follow later, and other requests of
+    a failed one must be cancelled first."""
+    filtered = [row for row in ledger.life[end["group"]] if row.event == "filtered"]
+    reasons = [*filtered, *(failed.get(end["group"], ()) if end.event == "failed" else ())]
+    return max((row.at for row in reasons if row.at < end.at), default=end.at)
 
 
 def _own_targets(ledger: LoopLedger, window: int) -> Violations:
@@ -878,7 +900,7 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
             yield f"step {step.id} is unfinished although the loop ended without an error; its last row is {step.rows[-1]}"
     for row in _without_answer(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
         yield f"{row}: the loop ended before the request was answered"
-    for row in ledger.by_event["aborted"] if why == "exhausted" else ():
+    for row in ledger.by_event["aborted"] if why == "exhausted" and not ledger.foreign else ():
         if row.time == end.time and any(event.event == "ready" for event in ledger.life[row["group"]]):
             yield f"{row}: a complete group was left over, so the loop should have ended with an error"
     return f"{why} in row {end.at}"
@@ -899,7 +921,7 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
                 yield f"{row}: its sample {name} of group {group} was not resent, and the group has no end"
         back = [
             joined.at
-            for joined in ledger.by_event["joined"]
+            for joined in ledger.by_event["published" if ledger.leaves_out("joined") else "joined"]
             if joined.get("replica") == row["replica"] and joined.at > row.at
         ]
         dead = range(row.at + 1, min(back, default=len(ledger.rows)))

@@ -595,7 +595,7 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("ends_cleanly", drop("bumped", 3), r"step 3 is unfinished", {}),
     (
         "ends_cleanly",
-        change("ended", why="exhausted"),
+        lambda rows: (of_the_kit(rows), change("ended", why="exhausted")(rows))[0],
         r"left over, so the loop should have ended with an error",
         {"pace": 6},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +138,14 @@ def replicas_answer(rows: LoopLedger) -> Violations:
     if rows.leaves_out("sent"):
         raise Missing("the ledger has no `sent` event")
     if rows.error:
-        yield from (f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in died)
+        why, last = str(rows.ended.get("error", "")) if rows.ended else "", rows.by_event["completed"][-1:]
+        # The loop survived a death after which samples were completed, unless its error names the replica.
+        deadly = [
+            row
+            for row in died
+            if not last or row.at > last[0].at or re.search(rf"\b{re.escape(str(row['replica']))}\b", why)
+        ]
+        yield from (f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in deadly)
         yield from (str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port")
     return "the loop continued without the dead replica" if died else "all requests were answered"
 
