@@ -971,7 +971,7 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         yield f"{start}: resumed at version {at}; the run before went from {whole.start} to {last}"
         return ""
     cut = bumps[at - whole.start - 1].at if at > whole.start else -1
-    done = {row["group"]: row for row in whole.trained() if row.at < cut}
+    done = {row["group"]: row for row in whole.trained() if whole.version_during(row) < at}
     begun = {row["group"] for row in whole.rows[: cut + 1] if row.event in ("reserved", "sent")}
     for row in resumed.trained():
         if row["group"] in done:
@@ -982,9 +982,13 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
             waited = any(row.event == "ready" for row in before_stop)
             where = "waited in the buffer" if waited else "was in flight"
             yield f"group {group} {where} when the run stopped and is lost; its last row before the stop is {before_stop[-1]}"
-    numbers = sorted(group for group in {*begun, *resumed.life} if isinstance(group, int))
+    numbers, numbers_before = (
+        sorted(group for group in groups if isinstance(group, int)) for groups in ({*begun, *resumed.life}, whole.life)
+    )
+    # Only if the run before numbered its groups without gaps does a gap show a lost prompt.
+    gapless = len(numbers_before) > 1 and all(after == before + 1 for before, after in pairwise(numbers_before))
     for before, after in pairwise(numbers):
-        if after > before + 1:
+        if gapless and after > before + 1:
             yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
     if limits_age(resumed) and resumed.limit("window") is not None:

@@ -9,6 +9,7 @@ import pytest
 from kit.labs.stream.rules import replicas_answer
 from kit.results.rules import Measured, Missing, NotMeasured, settle
 from kit.stream.history import LoopLedger
+from kit.stream.judge import resume_equals
 from tests.stream.ledgers import RULES_BY_NAME, finding
 
 Rows = list[dict[str, Any]]
@@ -309,3 +310,33 @@ def test_groups_of_an_aborted_step_wait_again_without_place(place: bool, queue: 
 def test_a_request_that_adds_no_token_wastes_none(answer: Rows, lost: int) -> None:
     found = violations(row("capacity", at_sync="keep"), sent(), tokens(), sent(), *answer).get("no_needless_waste", "")
     assert found == "" if not lost else f"{lost} tokens of the attempt in row 1 lost" in found
+
+
+# -- a resumed run --------------------------------------------------------------------------------------------------------------
+
+
+def resumes(before: Rows, *after: dict[str, Any]) -> str:
+    """The first violation of a run that is resumed at version 1, if any."""
+    found = settle(resume_equals(ledger(*before), ledger(row("resumed", step=1, version=1), *after)))
+    return found.why if found.value else ""
+
+
+def stopped(*groups: int, version: int = 0) -> Rows:
+    begun_groups = [row("reserved", group=group, version=0) for group in groups]
+    return [*begun_groups, row("trained", group=groups[0], version=version), row("bumped", version=1)]
+
+
+def test_ids_with_gaps_show_no_lost_prompt() -> None:
+    assert resumes(stopped(10, 20), row("reserved", group=20, version=1), row("reserved", group=30, version=1)) == ""
+    lost = resumes(stopped(0, 1), row("reserved", group=1, version=1), row("reserved", group=3, version=1))
+    assert lost.startswith("group 2 is in neither run")
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_group_may_be_noted_as_trained_after_the_version_rose(late: bool) -> None:
+    *begins, trained, bumped = stopped(0, 1)
+    before = [*begins, *([bumped, trained] if late else [trained, bumped])]
+    assert resumes(before, row("reserved", group=1, version=1)) == ""
+    again = [row("reserved", group=1, version=1), row("trained", group=0, version=1)]
+    assert "trained before the stop" in resumes(before, *again)
+    assert "is lost" in resumes([*begins, bumped, {**trained, "version": 1}], row("reserved", group=1, version=1))
