@@ -274,7 +274,7 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
         of_update[metrics.get("step"), metrics.get("update")].append(metrics)
     logged: dict[
         int, Row
-    ] = {}  # by `metrics` row: the nearest one, since an update that is tried again may be logged again
+    ] = {}  # by `metrics` row: the nearest, since an update that is tried again may be logged again
     for log in ledger.by_event["logged"]:
         if rows := of_update.get((log.get("step"), log.get("update"))):
             logged[min(rows, key=lambda metrics: abs(metrics.at - log.at)).at] = log
