@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from statistics import median
 
-from kit.results.records import Id, Row
+from kit.results.records import Id, Row, value_in_words
 from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
@@ -132,6 +132,9 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
     if not finishes:
         ledger.need("finish", "step")
     kept = _kept(ledger)
+    by_group = bool(clears) and all("groups" in row.ids for row in clears)
+    if by_group:
+        yield from _clears_of_groups(ledger, clears, failed)
     for step in ledger.steps:
         for row in step.of("trained"):
             done = step.finished.get(row.number("update", 0), [])
@@ -152,16 +155,51 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
                 yield f"{row}: trained but never cleared"
         # A step that was aborted may be trained again under its number.
         tries = [other for other in ledger.steps if other.id == step.id]
-        wanted = sum(len(rows) for other in tries for rows in other.finished.values())
-        calls = sum(row.get("step") == step.id for row in clears)
-        repeated = sum(row.get("step") == step.id for row in failed)
-        if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended and step not in kept)):
-            yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
+        if not by_group:
+            wanted = sum(len(rows) for other in tries for rows in other.finished.values())
+            calls = sum(row.get("step") == step.id for row in clears)
+            repeated = sum(row.get("step") == step.id for row in failed)
+            if clears and (calls > wanted + repeated or (calls < wanted and ledger.ended and step not in kept)):
+                yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
         for row in failed if ledger.by_event["bumped"] else ():
             never = step.abort is None and step.bumped is None
             if row.get("step") == step.id and never and _all_trained(ledger, tries, row):
                 yield f"{row}: the version never rose although the step was finished"
     return f"{counted(len(cleared), 'group')} cleared, {counted(len(finishes), 'optimizer step')}"
+
+
+def _clears_of_groups(ledger: LoopLedger, clears: Sequence[Row], failed: Sequence[Row]) -> Iterator[str]:
+    """Each trained group is named by one `clear` after the finish of its update, and by one more for each that failed. Which groups a
+    command names together is the controller's choice."""
+    of_group = _by_named_group(clears)
+    kept = _kept(ledger)
+    for step in ledger.steps:
+        repeated = [row for row in failed if row.get("step") == step.id]
+        for row in step.trained:
+            finishes = step.finished.get(row.number("update", 0), [])
+            orders = [order for order in of_group.get(str(row["group"]), ()) if order.get("step") == step.id]
+            again = [error for error in repeated if "groups" not in error.ids or str(row["group"]) in _named(error)]
+            if not finishes:
+                continue
+            if orders and orders[0].at < finishes[0].at:
+                yield f"{orders[0]}: sent before the update of group {row['group']} was finished (row {finishes[0].at})"
+            elif len(orders) > 1 + len(again):
+                yield f"{orders[-1]}: group {row['group']} was cleared {len(orders)} times in step {step.id}"
+            elif not orders and ledger.ended and step not in kept:
+                yield f"{row}: no `clear` of step {step.id} names the group"
+
+
+def _by_named_group(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
+    named: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        for group in _named(row):
+            named[group].append(row)
+    return named
+
+
+def _named(row: Row) -> Sequence[str]:
+    """The groups that a row lists, as texts: a group may have a name."""
+    return value_in_words(row["groups"]).split(",")
 
 
 def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:

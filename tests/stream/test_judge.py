@@ -562,7 +562,8 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("one_clear_per_finish", drop("cleared", 2), r"of group \d, step 1, .* trained but never cleared", {}),
     ("one_clear_per_finish", move("cleared", 2, "finish", 1), r"cleared before its update was finished", {}),
     ("one_clear_per_finish", repeat("cleared", 2), r"already cleared in row", {}),
-    ("one_clear_per_finish", add("clear", step=1, groups="3"), r"step \d was cleared \d times after 1 finishes", {}),
+    ("one_clear_per_finish", add("clear", step=1), r"step \d was cleared \d times after 1 finishes", {}),
+    ("one_clear_per_finish", add("clear", step=1, groups="3"), r"no `clear` of step \d names the group", {}),
     ("abort_on_failure", drop("abort"), r"step 1 was not aborted", BREAKS),
     (
         "abort_on_failure",
@@ -680,6 +681,52 @@ def with_clears(rows: list[Row]) -> list[Row]:
             whole.append({"event": "clear", "time": row["time"], "step": row["step"]})
         whole.append(row)
     return whole
+
+
+def orders(rows: list[Row], *groups: list[int]) -> list[Row]:
+    """The ledger with these commands `clear` of step 0, sent once its version has risen."""
+    at = some(rows, "bumped")
+    sent = [{"event": "clear", "time": rows[at]["time"], "step": 0, "groups": tuple(named)} for named in groups]
+    return [row for row in [*rows[:at], *sent, *rows[at:]] if row.get("step", 0) == 0 or row["event"] != "cleared"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([[0, 1, 2, 3]], ""),
+        ([[0], [1], [2], [3]], ""),
+        ([[0, 1, 2]], "no `clear` of step 0 names the group"),
+        ([[0, 1], [1, 2, 3]], "1 was cleared 2 times in step 0"),
+    ],
+)
+@pytest.mark.parametrize("names", [int, "group-{}".format])
+def test_a_clear_may_name_any_of_the_groups_that_were_trained(
+    groups: list[list[int]], why: str, names: Callable[[int], int | str]
+) -> None:
+    """All groups of a step with two updates at once, or each in a command of its own."""
+    rows = right({"groups": 4, "updates": 2, "steps": 1})
+    clears = orders(rows, *groups)
+    for row in clears:
+        if "group" in row and row["event"] != "capacity":
+            row["group"] = names(row["group"])
+        if row["event"] == "clear":
+            row["groups"] = row["groups"] if names is int else ",".join(map(str, map(names, row["groups"])))
+    assert why in (found := violations(clears).get("one_clear_per_finish", ""))
+    assert bool(found) is bool(why)
+
+
+def test_a_clear_of_a_group_comes_after_the_finish_of_its_update() -> None:
+    rows = orders(right({"groups": 4, "updates": 2, "steps": 1}), [0, 1, 2, 3])
+    move("clear", 0, "finish", 1)(rows)
+    assert "sent before the update of group" in violations(rows)["one_clear_per_finish"]
+
+
+@pytest.mark.parametrize(("error", "wrong"), [({"groups": (1,)}, False), ({}, False), ({"groups": (2,)}, True)])
+def test_a_clear_that_failed_is_sent_again_for_its_groups(error: dict[str, Any], wrong: bool) -> None:
+    rows = orders(right({"groups": 4, "updates": 2, "steps": 1}), [0, 1], [1, 2, 3])
+    at = some(rows, "clear", 0)
+    rows.insert(at + 1, {"event": "error", "of": "clear", "step": 0, "time": rows[at]["time"], **error})
+    assert ("one_clear_per_finish" in violations(rows)) is wrong
 
 
 def test_an_aborted_step_may_be_trained_again_under_its_number() -> None:

@@ -162,15 +162,18 @@ def no_length_bias(rows: LoopLedger) -> Measured:
     trained = [sample.tokens for counts, sample in pairs if counts]
     if not any(not counts and sample.tokens for counts, sample in pairs):
         return Measured(0.0, "every generated token belongs to a trained group")
-    if rows.setting("sampler") in ABORTING:  # they keep the short ones
+    aborts = any(row.numbers("aborted") for row in rows.by_event["chosen"])
+    if aborts or rows.setting("sampler") in ABORTING:  # they keep the short ones
         raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
     if len(gone) < MANY:
         raise NotMeasured(f"{counted(len(gone), 'group')} trained; at least {MANY} are needed to show a bias")
     wanted = mean_length([(sample.tokens, bool(sample.completed)) for _, sample in pairs if sample.tokens])
-    error = statistics.stdev(trained) / math.sqrt(len(trained))
+    # Trained samples of a single length show no spread; the complete samples that were not trained may.
+    varied = trained if len({*trained}) > 1 else [sample.tokens for _, sample in pairs if sample.completed]
+    error = statistics.stdev(varied) / math.sqrt(len(trained))
     mean = statistics.fmean(trained)
     return Measured(
-        abs(wanted - mean) / error,
+        abs(wanted - mean) / error if error else 0.0,
         f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} started samples: {wanted:.2f} "
         f"(standard error {error:.2f})",
     )

@@ -9,8 +9,10 @@ import pytest
 import kit
 from kit.labs.definition import Fault
 from kit.labs.stream.lab import LAB
-from kit.labs.stream.rules import ledger
+from kit.labs.stream.rules import ledger, no_length_bias
 from kit.results import Verdict
+from kit.results.rules import NotMeasured
+from kit.stream.history import LoopLedger
 from tests.labs.parts import failed, passed
 from tests.labs.simulated import run
 
@@ -50,3 +52,31 @@ def test_on_ranks_groups_that_train_nothing_are_replaced_and_the_reference_is_re
     assert not filtered & {row["group"] for row in rows.trained()}
     scored = {row["which"] for row in rows.by_event["logprobs"]}
     assert scored == {"previous", "reference"}
+
+
+def of_lengths(trained: list[int], complete: list[int], cut: list[int], aborted: str) -> LoopLedger:
+    """A ledger of an own sampler with a sample per group: trained, complete but not trained, and given up unfinished."""
+    rows: list[dict[str, object]] = [{"event": "capacity", "sampler": "mine:Own"}]
+    rows.append({"event": "chosen", "groups": "", "evicted": "", "aborted": aborted})
+    for group, length in enumerate([*trained, *complete, *cut]):
+        of = {"group": group, "sample": 0, "version": 0}
+        rows.append({"event": "tokens", **of, "replica": 0, "first": 0, "count": length})
+        if group < len(trained) + len(complete):
+            rows.append({"event": "completed", **of, "length": length})
+        if group < len(trained):
+            rows.append({"event": "trained", **of})
+    return LoopLedger([{"time": float(at), **row} for at, row in enumerate(rows)])
+
+
+def test_an_own_sampler_that_gives_up_unfinished_groups_keeps_the_short_ones() -> None:
+    short, long = [4, 5] * 60, [9, 10] * 60
+    with pytest.raises(NotMeasured, match="mine:Own gives up groups that are slower"):
+        no_length_bias(of_lengths(short, [], long, aborted="130,131"))
+    assert (no_length_bias(of_lengths(short, [], long, aborted="")).value or 0) > 3
+
+
+def test_trained_samples_of_one_length_are_judged_by_the_spread_of_all() -> None:
+    trained = [8] * 120
+    assert no_length_bias(of_lengths(trained, [], [8, 3], aborted="")).value == 0
+    assert (no_length_bias(of_lengths(trained, [16], [], aborted="")).value or 9) < 3
+    assert (no_length_bias(of_lengths(trained, [16] * 120, [], aborted="")).value or 0) > 3
