@@ -30,6 +30,7 @@ A port that raises is an `error` with the command's ids. Events about a sample h
 
 What another core must know of these, as only some of it shows in the table:
 - A loop begins with a request for the devices and the sync of its version: replicas serve nothing before it.
+- The last version is synced, too, before the loop ends.
 - `at_sync` asks the core, too: with abort it cancels all requests before a sync, with abort and drain it waits until none is in flight.
 - `which` of logprobs is one of `StreamSettings.logprobs`. All settings are fields of `kit.stream.settings.StreamSettings`.
 - `step_retries` counts the steps that are tried again in a whole run. A step that is tried again may keep its number.

@@ -429,8 +429,9 @@ def version_monotone(ledger: LoopLedger) -> Violations:
             latest.pop(row.get("replica", ""), None)
         elif row.event == "published":
             before, after = latest.get(row["replica"]), row.number("version")
-            most = math.inf if ledger.foreign else 1  # another system's replica may miss versions
-            if before is not None and not before <= after <= before + most:
+            # A replica may miss versions, but none can come before it is made. Other systems may publish before they write `bumped`.
+            most = math.inf if ledger.foreign else ledger.version_at(row) + 1
+            if before is not None and not before <= after <= most:
                 yield f"{row}: the replica jumps from version {before} to {after}"
             latest[row["replica"]] = after
     updates = f", {counted(len(finishes), 'update')}" if finishes else ""
@@ -478,7 +479,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
             if held and shows_syncs and (began := open_sync(ledger.rows[held.at : row.at])):
                 yield f"{row}: dispatch continues before the end of the sync that began in row {began.at}"
             held = None
-        elif row.event == "sent" or (row.event == "reserved" and not ledger.foreign):
+        elif row.event == "sent":
             held = None if held and any(held.at < other.at < row.at for other in ends_of_holds) else held
             yield from _dispatched(row, held, serves, now if bumped else None)
         elif row.event in ("started", "tokens", "completed") and {"replica", "version"} <= row.ids.keys():
@@ -561,7 +562,7 @@ def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
 def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:
     if held:
         yield f"{row}: dispatched while dispatch was held (row {held.at})"
-    elif row.event == "sent" and "replica" in row.ids and now is not None and serves[-1:] != [now]:
+    elif "replica" in row.ids and now is not None and serves[-1:] != [now]:
         yield f"{row}: the replica has version {serves[-1] if serves else 'none'}; the current version is {now}"
 
 

@@ -505,7 +505,7 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("version_monotone", both(no_updates, move("bumped", 1, "finish", 1)), r"the step is not finished until row", {}),
     (
         "publish_before_use",
-        both(of_the_kit, move("reserved", 4, "hold", 1)),
+        both(of_the_kit, move("sent", 8, "hold", 1)),
         r"dispatched while dispatch was held \(row",
         {},
     ),
@@ -1479,12 +1479,29 @@ def test_a_queue_is_not_judged_without_the_groups_that_left_it() -> None:
     assert "metrics_true" not in violations(rows)
 
 
-def test_a_replica_may_miss_a_version_that_is_not_used() -> None:
+@pytest.mark.parametrize("of_a_core", [True, False])
+def test_a_replica_may_miss_a_version_that_is_not_used(of_a_core: bool) -> None:
     rows = ledger_of(
         *(("bumped", {"version": version}) for version in range(1, 4)),
         *(("published", {"replica": 1, "version": version}) for version in (1, 3)),
+        ("joined", {"replica": 2}),
     )
-    assert violations(rows) == {}
+    if of_a_core:
+        of_the_kit(rows)
+    assert "version_monotone" not in violations(rows)
+    move("published", 1, "published", 0)(rows)
+    assert "jumps from version 3 to 1" in violations(rows)["version_monotone"]
+
+
+@pytest.mark.parametrize("of_a_core", [True, False])
+def test_a_prompt_may_be_reserved_while_dispatch_is_held(of_a_core: bool) -> None:
+    rows = right({})
+    if of_a_core:
+        of_the_kit(rows)
+    move("reserved", 4, "hold", 1, after=1)(rows)
+    assert "publish_before_use" not in violations(rows)
+    move("sent", 8, "hold", 1, after=1)(rows)
+    assert "dispatched while dispatch was held" in violations(rows)["publish_before_use"]
 
 
 def test_a_hold_for_a_checkpoint_stops_requests_until_it_ends_and_a_prompt_may_be_reserved_meanwhile() -> None:
