@@ -19,6 +19,7 @@ from kit.results.units import counted
 from kit.stream import backed
 from kit.stream.given_up import eviction_justified, failed_requests, no_needless_waste
 from kit.stream.history import (
+    BY_START,
     BY_TARGET,
     ENDS,
     GATED,
@@ -34,7 +35,6 @@ from kit.stream.history import (
     open_sync,
 )
 from kit.stream.requests import attempts_distinct, requests_spread
-from kit.target import from_outside
 
 MISSED = 2  # versions that a replica may miss after it joined: a sync may be under way, and the next may have begun
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
@@ -237,13 +237,14 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
     free, judged = 0, 0
     reaction = max(REACTION, _step_seconds(ledger) / 10)
     starts: dict[Id, Row | None] = {}
-    syncs = _syncs(ledger)
+    waits = _waits(ledger)
     for step in ledger.steps:
         # A begin may be empty. A step that is tried again began with the first try, whose groups it may keep.
         start = starts.setdefault(step.id, next(iter(step.of("selected") or step.of("begin", "microbatch")), None))
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
-            could, last = _after_syncs(syncs, ledger.rows[max(free, _enough(ledger, rows, least).at)]), rows[-1]
+            last = rows[-1]
+            could = _after_waits(waits, ledger.rows[max(free, _enough(ledger, rows, least).at)], last)
             if last.time > could.time + reaction and last.at > could.at and not _in_one_turn(ledger, could.at, last):
                 judged += 1
                 if start.at > last.at:
@@ -286,8 +287,9 @@ def _completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
 
 
 def _enough(ledger: LoopLedger, completions: list[Row], least: int) -> Row:
-    """The completion after which a step may begin. An own sampler may train groups in the order in which they were reserved."""
-    if not from_outside(ledger.setting("sampler")):
+    """The completion after which a step may begin. Another sampler than the kit's may train groups in the order in which they were
+    reserved."""
+    if ledger.setting("sampler") in (*GATED, *BY_START):
         return completions[least - 1]
     begun = {row["group"]: row.at for row in ledger.by_event["reserved"]}
     in_order = sorted(completions, key=lambda row: begun.get(row["group"], 0))
@@ -319,13 +321,29 @@ def _syncs(ledger: LoopLedger) -> list[tuple[Row, Row]]:
     return syncs
 
 
-def _after_syncs(syncs: Sequence[tuple[Row, Row]], row: Row) -> Row:
-    """Return the row that ends the sync under way at a row, as that of a replica that joins: a step would change what is being sent. The
-    sync of the next such replica may follow at once."""
-    for begin, end in syncs[bisect_right(syncs, row.at, key=lambda sync: sync[1].at) :]:
-        if begin.time > row.time + REACTION:
-            break
-        row = end
+def _waits(ledger: LoopLedger) -> list[tuple[Row, Row]]:
+    """The first and the last row of each time in which no step can begin: syncs, holds, and waits for the trainer's devices."""
+    waits = _syncs(ledger)
+    for begins, ends in (("hold", "resume"), ("acquire", "granted")):
+        first: Row | None = None
+        for row in ledger.of(begins, ends):
+            if row.get("kind", "training") != "training":
+                continue
+            if row.event == begins:
+                first = first or row
+            elif first:
+                waits.append((first, row))
+                first = None
+    return sorted(waits, key=lambda wait: wait[1].at)
+
+
+def _after_waits(waits: Sequence[tuple[Row, Row]], row: Row, last: Row) -> Row:
+    """Return the row that ends the wait under way at a row, as the sync of a replica that joins: a step would change what is being sent. The
+    sync of the next such replica may follow at once. Devices may be requested until the last group is complete, as a step that begins
+    then is early enough."""
+    for begin, end in waits[bisect_right(waits, row.at, key=lambda wait: wait[1].at) :]:
+        if begin.time <= row.time + REACTION or (begin.event == "acquire" and begin.at < last.at):
+            row = end
     return row
 
 

@@ -912,12 +912,20 @@ def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) ->
 
 @pytest.mark.parametrize(
     ("sampler", "slow", "wrong"),
-    [("ready-first", 0, True), ("mine:FirstInFirstOut", 0, False), ("mine:FirstInFirstOut", 3, True)],
+    [
+        ("ready-first", 0, True),
+        ("windowed", 0, True),
+        *((other, slow, slow == 3) for other in ("mine:FirstInFirstOut", "fifo", None) for slow in (0, 3)),
+    ],
 )
-def test_an_own_sampler_may_train_groups_in_the_order_of_their_start(sampler: str, slow: int, wrong: bool) -> None:
+def test_another_sampler_may_train_groups_in_the_order_of_their_start(
+    sampler: str | None, slow: int, wrong: bool
+) -> None:
     """Then a step waits for its first group, but not for its last."""
     rows = System(fault="waits-for-all", groups=4, slow=(slow,), steps=1).run()
-    rows[some(rows, "capacity")].update(sampler=sampler)
+    rows[some(rows, "capacity")].update({} if sampler is None else {"sampler": sampler})
+    if sampler is None:
+        del rows[some(rows, "capacity")]["sampler"]
     assert ("trains_before_straggler" in violations(rows)) == wrong
 
 
@@ -1010,6 +1018,43 @@ def test_no_step_has_to_begin_while_weights_are_sent_to_a_replica_that_joins(
     for row, event in spans:
         rows.insert(row + 1, {"event": event, "time": rows[row]["time"], "of": "sync", "version": 0, "replica": 9})
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
+
+
+def spanned(begins: Row, first: int, ends: Row, last: int) -> LoopLedger:
+    """A step that waits for all its groups, with rows of a wait from one complete group to another."""
+    rows = System(fault="waits-for-all", groups=4, slow=(3,), steps=1).run()
+    for number, ids in ((last, ends), (first, begins)):
+        at = some(rows, "ready", number)
+        rows.insert(at + 1, {"time": rows[at]["time"], **ids})
+    return LoopLedger(rows)
+
+
+DISPATCH = {"event": "hold", "version": 0}, {"event": "resume", "version": 0}
+DEVICES = {"event": "acquire", "kind": "training"}, {"event": "granted", "kind": "training"}
+
+
+@pytest.mark.parametrize(
+    ("wait", "first", "last", "wrong"),
+    [
+        (DISPATCH, 0, -1, False),
+        (DISPATCH, 0, 2, True),  # the step could have begun after the hold
+        (DISPATCH, 2, -1, True),  # and before this one
+        (DEVICES, 0, -1, False),
+        (DEVICES, 2, -1, False),
+        (DEVICES, 0, 2, True),
+        (DEVICES, -1, -1, True),  # requested once the last group is complete
+    ],
+)
+def test_no_step_has_to_begin_while_dispatch_is_held_or_before_its_devices_are_granted(
+    wait: tuple[Row, Row], first: int, last: int, wrong: bool
+) -> None:
+    ledger = spanned(wait[0], first, wait[1], last)
+    assert isinstance(outcome("trains_before_straggler", ledger), Measured) is wrong
+
+
+def test_a_grant_of_other_devices_excuses_no_late_step() -> None:
+    asked, granted = ({**row, "kind": "logprobs"} for row in DEVICES)
+    assert isinstance(outcome("trains_before_straggler", spanned(asked, 0, granted, -1)), Measured)
 
 
 def test_syncs_of_replicas_that_join_one_after_the_other_are_all_waited_for() -> None:
