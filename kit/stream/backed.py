@@ -14,7 +14,7 @@ from kit.results.progress import GroupTally
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
-from kit.stream.history import ENDS, LoopLedger, ends_group
+from kit.stream.history import ENDS, LoopLedger
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed", "chosen"}
@@ -91,9 +91,10 @@ def _requests(ledger: LoopLedger) -> Iterator[str]:
 
 
 def _syncs(ledger: LoopLedger) -> Iterator[str]:
+    """Each note is of a sync that was ordered, and vice versa. A sync may be ordered replica by replica."""
     stated, ordered = (Counter(row["version"] for row in ledger.by_event[name]) for name in ("sync_begin", "sync"))
     for version in stated.keys() | ordered.keys():
-        if stated[version] != ordered[version]:
+        if stated[version] > ordered[version] or not stated[version]:
             yield f"{stated[version]} `sync_begin` notes and {counted(ordered[version], 'sync')} of version {version}"
 
 
@@ -248,7 +249,7 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
             ready.add(row["group"])  # `place`: the group is back after its step was aborted
         elif row.event == "abort":
             ready |= _back_unnoted(ledger, row)
-        elif row.event == "selected" or ends_group(row):
+        elif row.event == "selected" or ledger.is_end(row):
             ready.discard(row["group"])
 
 
@@ -267,20 +268,22 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
     """Yield each `logged` row with the seconds that it should state: how the time between two `metrics` rows was spent.
 
     The trainer's oldest unanswered command counts first, else a sync, else waiting for generation. Beside it, the mean over replicas of
-    the time without a request.
+    the time without a request, if the ledger has these.
     """
+    if not ledger.by_event["done"]:
+        return
     of_update: defaultdict[tuple[Id | None, ...], list[Row]] = defaultdict(list)
     for metrics in ledger.by_event["metrics"]:
         of_update[metrics.get("step"), metrics.get("update")].append(metrics)
-    logged: dict[
-        int, Row
-    ] = {}  # by `metrics` row: the nearest, since an update that is tried again may be logged again
+    # By `metrics` row: the nearest one, since an update that is tried again may be logged again.
+    logged: dict[int, Row] = {}
     for log in ledger.by_event["logged"]:
         if rows := of_update.get((log.get("step"), log.get("update"))):
             logged[min(rows, key=lambda metrics: abs(metrics.at - log.at)).at] = log
     spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
     asked: list[str] = []
     idle, without_request = 0.0, _share_idle(ledger)
+    shows_idle = ledger.by_event["joined"] and ledger.by_event["sent"]
     syncing, last = False, ledger.rows[0].time
     for row in ledger.rows:
         idle += (row.time - last) * next(without_request)
@@ -295,7 +298,8 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
             syncing = row.event == "sync_begin"
         elif row.event == "metrics":
             if stated := logged.get(row.at):
-                yield stated, {**spent, "s_total": sum(spent.values()), "s_replicas_idle": idle}
+                of_replicas = {"s_replicas_idle": idle} if shows_idle else {}
+                yield stated, {**spent, "s_total": sum(spent.values()), **of_replicas}
             spent, idle = dict.fromkeys(SECONDS, 0.0), 0.0
 
 

@@ -220,6 +220,10 @@ class LoopLedger(Ledger):
         rows = self.life.get(group, [])
         return [row for row in rows if ends_group(row)] or [row for row in rows if row.event == "filtered"][:1]
 
+    def is_end(self, row: Row) -> bool:
+        """Whether a row ends its group, as `ends` has it."""
+        return ends_group(row) or (row.event == "filtered" and any(end.at == row.at for end in self.ends(row["group"])))
+
     def completed(self) -> Iterator[tuple[Id, Id, Sample]]:
         for group, samples in self.samples.items():
             yield from ((group, name, sample) for name, sample in samples.items() if sample.completed)

@@ -338,8 +338,8 @@ def _waits(ledger: LoopLedger) -> list[tuple[Row, Row]]:
 
 
 def _after_waits(waits: Sequence[tuple[Row, Row]], row: Row, last: Row) -> Row:
-    """Return the row that ends the wait under way at a row, as the sync of a replica that joins: a step would change what is being sent. The
-    sync of the next such replica may follow at once. Devices may be requested until the last group is complete, as a step that begins
+    """Return the row that ends the wait under way at a row, as the sync of a replica that joins: a step would change what is being sent.
+    The sync of the next such replica may follow at once. Devices may be requested until the last group is complete, as a step that begins
     then is early enough."""
     for begin, end in waits[bisect_right(waits, row.at, key=lambda wait: wait[1].at) :]:
         if begin.time <= row.time + REACTION or (begin.event == "acquire" and begin.at < last.at):
@@ -753,7 +753,9 @@ def order_fair(ledger: LoopLedger) -> Violations:
     for ready in ledger.need("ready", "group"):
         group = ready["group"]
         later = [
-            row.at for row in ledger.life[group] if row.at > ready.at and (row.event == "selected" or ends_group(row))
+            row.at
+            for row in ledger.life[group]
+            if row.at > ready.at and (row.event == "selected" or ledger.is_end(row))
         ]
         until = min(later, default=len(ledger.rows))
         ahead = sum(ready.at < row.at < until and age.get(row["group"], 0) > age.get(group, 0) for row in selected)
@@ -827,7 +829,7 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
         own_rows = [
             row
             for row in rows
-            if (row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row))
+            if (row.event in (permit, f"{permit}_back", leaving, "selected") or ledger.is_end(row))
             and row.at not in earlier_samples
         ]
         for row, after in zip_longest(own_rows, own_rows[1:]):
@@ -872,7 +874,7 @@ def admitted(ledger: LoopLedger) -> Violations:
     lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     failed = failed_requests(ledger)
-    gone = {_lost_at(ledger, end, failed) for end in ledger.of(*lost) if ends_group(end)}
+    gone = {_lost_at(ledger, end, failed) for end in ledger.of(*lost, "filtered") if ledger.is_end(end)}
     for row in ledger.rows:
         started -= row.at in gone
         if row.event == "reserved":
@@ -925,7 +927,7 @@ def permits_return(ledger: LoopLedger) -> Violations:
                 yield f"{row}: {of} {row[of]} has none to return"
             elif row.event == "granted" and of == "kind" and row[of] not in out:
                 yield f"{row}: {of} {row[of]} was not requested"
-            elif ends_group(row) and of == "group":
+            elif ledger.is_end(row) and of == "group":
                 ended[row[of]] = row
         left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
         in_use += len(out)

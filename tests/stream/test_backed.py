@@ -84,6 +84,17 @@ def test_a_controller_may_send_what_it_recomputes_and_the_microbatch_without_wai
     assert "log-probabilities of group" in finding("notes_backed", LoopLedger(facts)).why
 
 
+def test_a_sync_may_be_ordered_replica_by_replica() -> None:
+    facts = [{"event": row.event, "time": row.time, **row.ids} for row in ledger(simulate(PLAIN, RAGGED).rows).rows]
+    at = next(at for at, row in enumerate(facts) if row["event"] == "sync" and row["version"] == 1)
+    each = [{**facts[at], "replicas": replica} for replica in (0, 1)]
+    assert not finding("notes_backed", LoopLedger([*facts[:at], *each, *facts[at + 1 :]])).value
+    unordered = LoopLedger([*facts[:at], *facts[at + 1 :]])
+    assert "1 `sync_begin` notes and 0 syncs" in finding("notes_backed", unordered).why
+    noted_twice = [more for row in facts for more in ([row, row] if row["event"] == "sync_begin" else [row])]
+    assert "2 `sync_begin` notes and 1 sync of" in finding("notes_backed", LoopLedger(noted_twice)).why
+
+
 # -- lies -----------------------------------------------------------------------------------------------------------------
 
 

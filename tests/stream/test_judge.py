@@ -1227,6 +1227,57 @@ def test_answers_of_a_trainer_count_where_the_ledger_has_them() -> None:
     assert "no update of the step was finished" in violations(rows)["version_monotone"]
 
 
+@pytest.mark.parametrize("sampler", ["in-order", "capacity"])
+def test_a_group_that_is_filtered_may_have_no_other_end(sampler: str) -> None:
+    """It leaves the buffer, the window and the queue."""
+    rows = [
+        row
+        for row in right({"flat": (1, 2, 4), "sampler": sampler, "steps": 6})
+        if row["event"] not in ("dropped", "place", "place_back")
+    ]
+    of_ends = {"capacity_kept", "order_fair", "metrics_true", "every_group_once", "permits_return"}
+    for row in rows:
+        row.pop("total_dropped", None)
+    assert not violations(rows).keys() & of_ends
+    without("filtered")(rows)
+    assert violations(rows).keys() >= {"capacity_kept", "metrics_true"}
+
+
+def test_a_younger_group_may_pass_one_that_was_filtered() -> None:
+    def rows(end: str) -> list[Row]:
+        trained = [
+            (event, {"group": step + 1, "step": step, "version": step})
+            for step in range(3)
+            for event in ("reserved", "ready", "selected", "trained", "bumped")
+        ]
+        waits = [(event, {"group": 0, "version": 0}) for event in ("reserved", "ready", end)]
+        return ledger_of(("capacity", {"window": 0, "groups_per_step": 1}), *waits, *trained)
+
+    assert "order_fair" not in violations(rows("filtered"))
+    assert "3 younger groups were selected" in violations(rows("slot"))["order_fair"]
+
+
+def test_seconds_are_judged_if_the_ledger_has_what_they_are_counted_from() -> None:
+    def wrong(*left_out: str) -> str:
+        events: list[tuple[str, dict[str, Any]]] = [
+            ("joined", {"replica": 0}),
+            ("sent", {"group": 0, "sample": 0, "replica": 0}),
+            ("begin", {"step": 0}),
+            ("done", {"of": "begin", "step": 0}),
+            ("metrics", {"step": 0, "version": 0, "total_reserved": 0}),
+            ("logged", {"step": 0, "s_training": "3.0", "s_replicas_idle": "2.0"}),
+        ]
+        rows = ledger_of(*(event for event in events if event[0] not in left_out))
+        return "; ".join(RULES_BY_NAME["metrics_true"](LoopLedger(rows)))
+
+    assert "states s_training 3.0" in wrong()
+    assert "states s_replicas_idle 2.0" in wrong()
+    assert wrong("done") == ""
+    for left_out in ("joined", "sent"):
+        assert "states s_training 3.0" in wrong(left_out)
+        assert "s_replicas_idle" not in wrong(left_out)
+
+
 def test_logged_seconds_are_those_of_the_rows() -> None:
     """Two updates: 1 s of waiting, 2 s of training; then a sync of 0.5 s and 0.25 s of log-probabilities."""
     rows: list[Row] = [
