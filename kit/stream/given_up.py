@@ -21,7 +21,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     """Is every group that is given up too old, failed, or empty, as the settings allow?"""
     ledger.need("reserved", "group", "version")
     given_up = [row for rows in ledger.life.values() for row in rows if ends_group(row) and row.event != "cleared"]
-    evidence = failed_requests(ledger)
+    evidence = _failures(ledger)
     undone = _undone(ledger)
     chosen = _chosen(ledger)
     evicts_by = ledger.stated("evicts_by")
@@ -75,7 +75,7 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
     ledger.need("sent", "group", "sample", "replica")
     ledger.need("tokens", "group", "sample", "count")
     at_sync, repeated, lost = ledger.setting("at_sync"), 0, 0
-    moves = [row.at for name in ("bumped", "hold", "sync_begin", "sync", "synced") for row in ledger.by_event[name]]
+    moves = ledger.of("bumped", "hold", "sync_begin", "sync", "synced")
     gone = {name: ledger.by_event[name] for name in ("died", "left")}
     evidence = failed_requests(ledger)
     for group, samples in ledger.samples.items():
@@ -90,7 +90,7 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
                     for rows in gone.values()
                     for row in rows
                 )
-                synced = at_sync in (None, "abort") and any(at in between for at in moves)
+                synced = _sync_aborts([row for row in moves if row.at in between], at_sync)
                 if tokens and not (failed or left or synced):
                     yield (
                         f"{again}: {counted(tokens, 'token')} of the attempt in row {before.at} lost; its request did not fail, its "
@@ -103,6 +103,12 @@ def no_needless_waste(ledger: LoopLedger) -> Violations:
         f"{counted(generated, 'token')} generated: {lost} lost in {counted(repeated, 'attempt')} that had to be repeated, "
         f"{given_up} in groups that were not trained"
     )
+
+
+def _sync_aborts(moves: Sequence[Row], setting: Id | None) -> bool:
+    """Whether a sync may have ended a request: by its own `at_sync`, else by the setting, if there is one."""
+    own = [row["at_sync"] for row in moves if row.event == "sync" and "at_sync" in row.ids]
+    return "abort" in own if own else bool(moves) and setting in (None, "abort")
 
 
 def _never_cancelled(ledger: LoopLedger) -> Iterator[str]:
@@ -165,6 +171,15 @@ def failed_requests(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
     for row in chain(ledger.by_event["failed"], ledger.by_event["error"]):
         if "sample" in row.ids and "group" in row.ids:
             rows.setdefault(row["group"], []).append(row)
+    return rows
+
+
+def _failures(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
+    """Also the rows of replicas that died or left with one of the group's requests."""
+    rows = {group: [*failures] for group, failures in failed_requests(ledger).items()}
+    for gone in ledger.of("died", "left"):
+        for group, _, _ in ledger.on_replica(gone):
+            rows.setdefault(group, []).append(gone)
     return rows
 
 

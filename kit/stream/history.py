@@ -228,6 +228,15 @@ class LoopLedger(Ledger):
         for group, samples in self.samples.items():
             yield from ((group, name, sample) for name, sample in samples.items() if sample.completed)
 
+    def on_replica(self, gone: Row) -> Iterator[tuple[Id, Id, Sample]]:
+        """Yield the samples that were on a replica when it died or left: last sent there, not complete, in a group that had not ended."""
+        for group, samples in self.samples.items():
+            for name, sample in samples.items():
+                before = [row for row in sample.sent if row.at < gone.at]
+                done = any(row.at < gone.at for row in (*sample.completed, *self.ends(group)))
+                if before and before[-1].get("replica") == gone.get("replica") and not done:
+                    yield group, name, sample
+
     def trained(self) -> list[Row]:
         rows = [row for row in self.by_event["trained"] if "step" not in row.ids]
         return sorted([*rows, *(row for step in self.steps for row in step.trained)], key=lambda row: row.at)

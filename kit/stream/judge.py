@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from statistics import median
 
@@ -590,12 +590,14 @@ def stamps_per_token(ledger: LoopLedger) -> Violations:
     ledger.need("completed", "group", "sample", "version")
     judged = spanning = 0
     published = by(ledger.by_event["published"], "replica")
-    at_sync = {row.get("at_sync") for row in (*ledger.by_event["capacity"], *ledger.by_event["sync"])}
-    one_version = ledger.setting("sampler") == "strict" or bool(at_sync & {"abort", "drain"})
+    at_syncs = {row.number("version"): row["at_sync"] for row in ledger.by_event["sync"] if "at_sync" in row.ids}
+    at_sync = ledger.setting("at_sync")
+    if ledger.setting("sampler") == "strict":  # it trains each sample with the version that generated it
+        at_syncs, at_sync = {}, "drain"
     for group, name, sample in ledger.completed():
         judged += 1
         spanning += len({row.number("version") for row in sample.spans}) > 1
-        if why := next(_stamps(sample), "") or _old_stamp(sample, published) or (one_version and _spans(sample)):
+        if why := next(_stamps(sample), "") or _old_stamp(sample, published) or _spans(sample, at_syncs, at_sync):
             yield f"group {group} sample {name}: {why}"
     for row in ledger.by_event["ready"]:
         spans = [span for sample in ledger.samples[row["group"]].values() for span in sample.spans if span.at < row.at]
@@ -625,14 +627,14 @@ def _stamps(sample: Sample) -> Iterator[str]:
                 yield f"`completed` states {name} {done[name]}; the {kind} token has version {row['version']} (row {done.at})"
 
 
-def _spans(sample: Sample) -> str:
-    """With the sampler strict, or if a sync aborts or drains requests in flight, no sample may span a sync."""
-    versions = sorted({row.number("version") for row in sample.spans})
-    return (
-        f"it has tokens of versions {versions[0]} and {versions[-1]}, but nothing may be in flight at a sync"
-        if len(versions) > 1
-        else ""
-    )
+def _spans(sample: Sample, at_syncs: Mapping[int, Id], setting: Id | None) -> str:
+    """No sample may span a sync that aborts or drains requests in flight: by its own `at_sync`, else by the setting."""
+    for before, after in pairwise(row.number("version") for row in sample.spans):
+        own = [at_sync for version, at_sync in at_syncs.items() if before < version <= after]
+        others = [setting] if after - before > len(own) else []
+        if {*own, *others} & {"abort", "drain"}:
+            return f"it has tokens of versions {before} and {after}, but nothing may be in flight at a sync"
+    return ""
 
 
 def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
@@ -795,7 +797,7 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
 
 
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the group's place in the batch
-PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
+PERMITS = (("place", "place_back"), ("slot", "slot_back"))
 
 
 def capacity_kept(ledger: LoopLedger) -> Violations:
@@ -911,31 +913,67 @@ def _own_targets(ledger: LoopLedger, window: int) -> Violations:
 def permits_return(ledger: LoopLedger) -> Violations:
     """Is every place, slot and device grant returned exactly once?"""
     pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
-    if not pairs:
+    requests = ledger.by_event["acquire"]
+    if not (pairs or requests or ledger.by_event["release"]):
         raise Missing("the ledger has no `place`, `slot` or `acquire` event")
     left: list[Row] = []
     in_use = 0
-    for taken, back, of in pairs:
+    for taken, back in pairs:
         out: dict[Id, Row] = {}
-        ended: dict[Id, Row] = {}
+        ended: set[Id] = set()
         for row in ledger.rows:
             if row.event == taken:
-                if before := out.get(row[of]):
-                    yield f"{row}: {of} {row[of]} already has one, since row {before.at}"
-                out[row[of]] = row
-            elif row.event == back and out.pop(row[of], None) is None:
-                yield f"{row}: {of} {row[of]} has none to return"
-            elif row.event == "granted" and of == "kind" and row[of] not in out:
-                yield f"{row}: {of} {row[of]} was not requested"
-            elif ledger.is_end(row) and of == "group":
-                ended[row[of]] = row
-        left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
+                if before := out.get(row["group"]):
+                    yield f"{row}: group {row['group']} already has one, since row {before.at}"
+                out[row["group"]] = row
+            elif row.event == back and out.pop(row["group"], None) is None:
+                yield f"{row}: group {row['group']} has none to return"
+            elif ledger.is_end(row):
+                ended.add(row["group"])
+        left += [row for row in out.values() if ledger.ended or row["group"] in ended]
         in_use += len(out)
-    for row in left:
+    granted = yield from _grants(ledger)
+    for row in [*left, *(granted if ledger.ended else ())]:
         yield f"{row}: never returned"
-    if in_use and not ledger.ended:
-        raise Missing(f"the ledger has no `ended` event, so {counted(in_use, 'permit')} may be in use")
-    return f"{counted(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and returned"
+    if (in_use or granted) and not ledger.ended:
+        raise Missing(f"the ledger has no `ended` event, so {counted(in_use + len(granted), 'permit')} may be in use")
+    return f"{counted(sum(len(ledger.by_event[taken]) for taken, _ in pairs) + len(requests), 'permit')} taken and returned"
+
+
+RETURNS = (
+    "release",
+    "planned_release",
+    "expired",
+    "withdrawn",
+    "error",
+)  # ends of a request for devices or of its grant
+
+
+def _grants(ledger: LoopLedger) -> Generator[str, None, list[Row]]:
+    """Check requests for devices, one per kind and cluster, and return those that are left. Only a `release` must have one to return: a
+    request that expired has an `error`, too."""
+    open_: list[Row] = []
+    for row in ledger.of("acquire", "granted", *RETURNS):
+        if "release" in row.ids:  # this kind is released first
+            open_ = [asked for asked in open_ if asked["kind"] != row["release"]]
+        matching = [asked for asked in open_ if _same_devices(asked, row)]
+        if row.event == "acquire":
+            if matching:
+                yield f"{row}: kind {row['kind']} already has one, since row {matching[0].at}"
+            open_.append(row)
+        elif row.event == "granted" and not matching:
+            yield f"{row}: kind {row['kind']} was not requested"
+        elif row.event == "release" and not matching:
+            yield f"{row}: kind {row['kind']} has none to return"
+        elif row.event in RETURNS and row.get("of", "acquire") == "acquire":
+            open_ = [asked for asked in open_ if asked not in matching]
+    return open_
+
+
+def _same_devices(asked: Row, row: Row) -> bool:
+    """Whether a row may be about the devices of a request. It need not name their cluster; `withdrawn` may name only the cluster."""
+    kind, cluster = row.get("kind", row.get("cluster")), asked.get("cluster", row.get("cluster"))
+    return bool(asked["kind"] == kind and cluster == row.get("cluster", cluster))
 
 
 def ends_cleanly(ledger: LoopLedger) -> Violations:
@@ -972,7 +1010,7 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
         if "replica" not in row.ids:
             yield f"{row}: the row does not name the replica"
             continue
-        for group, name, sample in _asked(ledger, row["replica"], row):
+        for group, name, sample in ledger.on_replica(row):
             over = any(end.at > row.at for end in ledger.ends(group)) or any(
                 request.at > row.at for request in sample.sent
             )
@@ -1007,16 +1045,6 @@ def _without_answer(ledger: LoopLedger) -> list[Row]:
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
     samples = (sample for by_name in ledger.samples.values() for sample in by_name.values() if sample.waiting)
     return [sample.sent[-1] for sample in samples if sample.sent[-1].get("replica") not in gone]
-
-
-def _asked(ledger: LoopLedger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
-    """Yield samples that were on a replica when it died: last sent there, not complete, in a group that had not ended."""
-    for group, samples in ledger.samples.items():
-        for name, sample in samples.items():
-            before = [row for row in sample.sent if row.at < died.at]
-            done = any(row.at < died.at for row in (*sample.completed, *ledger.ends(group)))
-            if before and before[-1].get("replica") == replica and not done:
-                yield group, name, sample
 
 
 def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:

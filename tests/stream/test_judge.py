@@ -1321,6 +1321,106 @@ def test_logged_seconds_are_those_of_the_rows() -> None:
 # -- rows and pipelines ---------------------------------------------------------------------------------------------------------
 
 
+OF_A, OF_B = {"kind": "logprobs", "cluster": "a"}, {"kind": "logprobs", "cluster": "b"}
+PERMITS: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [
+    ([("acquire", OF_A), ("acquire", OF_B), ("granted", OF_B), ("release", OF_B), ("release", OF_A)], ""),
+    ([("acquire", OF_A), ("release", OF_B)], "`release` of kind logprobs .* has none to return"),
+    ([("acquire", OF_A), ("acquire", OF_A)], "kind logprobs already has one, since row 0"),
+    ([("acquire", OF_A), ("acquire", OF_B), ("release", OF_A)], "row 1, .* never returned"),
+    ([("acquire", OF_A), ("acquire", {"kind": "training", "release": "logprobs"}), ("release", {"kind": "training"})], ""),
+    ([("acquire", OF_A), ("acquire", {"kind": "training", "release": "values"})], "kind logprobs .* never returned"),
+    ([("acquire", OF_A), ("release", {"kind": "logprobs"}), ("release", {"kind": "logprobs"})], "has none to return"),
+    *(
+        ([("acquire", OF_A), (ends, {**OF_A, **ids}), ("acquire", OF_A), ("granted", OF_A), ("release", OF_A)], why)
+        for ends, ids, why in (
+            ("planned_release", {}, ""),
+            ("expired", {}, ""),
+            ("withdrawn", {}, ""),
+            ("error", {"of": "acquire"}, ""),
+            ("error", {"of": "expand"}, "already has one, since row 0"),
+        )
+    ),
+    ([("acquire", {"kind": "generation"}), ("withdrawn", {"cluster": "generation"})], ""),
+    ([("acquire", {"kind": "training"}), ("withdrawn", {"cluster": "generation"})], "never returned"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "why"), PERMITS)
+def test_a_request_for_devices_ends_in_one_of_several_ways(rows: list[tuple[str, dict[str, Any]]], why: str) -> None:
+    found = violations(ledger_of(*rows, ("ended", {"why": "done"}))).get("permits_return", "")
+    assert re.search(why, found), found
+    assert bool(found) is bool(why)
+
+
+@pytest.mark.parametrize("event", ["died", "left"])
+@pytest.mark.parametrize(("replica", "answered", "wrong"), [(0, False, False), (1, False, True), (0, True, True)])
+def test_a_group_with_a_request_on_a_replica_that_is_gone_may_be_replaced(
+    event: str, replica: int, answered: bool, wrong: bool
+) -> None:
+    of = {"group": 0, "sample": 0, "replica": 0, "version": 0}
+    rows = ledger_of(
+        ("capacity", {"on_failed": "replace", "sampler": "windowed", "window": 1}),
+        ("reserved", {"group": 0, "version": 0}),
+        ("sent", of),
+        *([("completed", of)] if answered else []),
+        (event, {"replica": replica}),
+        ("replaced", {"group": 0, "by": 1}),
+        ("reserved", {"group": 1, "version": 0}),
+    )
+    assert ("none of its requests failed" in violations(rows).get("eviction_justified", "")) is wrong
+
+
+@pytest.mark.parametrize(
+    ("setting", "first", "second", "wrong"),
+    [
+        ("keep", "keep", "abort", {1: set(), 2: {"stamps_per_token"}}),
+        (None, "keep", "abort", {1: set(), 2: {"stamps_per_token"}}),
+        ("abort", "keep", None, {1: set(), 2: {"stamps_per_token"}}),
+        ("abort", None, "keep", {1: {"stamps_per_token"}, 2: set()}),
+    ],
+)
+def test_each_sync_is_judged_by_its_own_at_sync(
+    setting: str | None, first: str | None, second: str | None, wrong: dict[int, set[str]]
+) -> None:
+    """A sample that spans only the first sync, and one that spans only the second."""
+
+    def rows(spanned: int) -> list[Row]:
+        of = {"group": 0, "sample": 0, "replica": 0}
+        own = [{} if at_sync is None else {"at_sync": at_sync} for at_sync in (first, second)]
+        moves: list[tuple[str, dict[str, Any]]] = [
+            more
+            for version, at_sync in enumerate(own, 1)
+            for more in (("bumped", {"version": version}), ("sync", {"version": version, **at_sync}))
+        ]
+        for version in (spanned, spanned - 1):
+            at = 2 * version
+            moves.insert(at, ("tokens", {**of, "version": version, "first": 4 * (version == spanned), "count": 4}))
+        done = ("completed", {**of, "version": spanned - 1, "newest": spanned, "length": 8})
+        capacity = {} if setting is None else {"at_sync": setting}
+        return ledger_of(("capacity", capacity), ("sent", of), *moves, done)
+
+    for spanned, expected in wrong.items():
+        assert violations(rows(spanned)).keys() & {"stamps_per_token"} == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "own", "wrong"), [("keep", "abort", False), ("keep", None, True), ("abort", "keep", True)]
+)
+def test_tokens_are_lost_at_a_sync_that_aborts(setting: str, own: str | None, wrong: bool) -> None:
+    of = {"group": 0, "sample": 0, "replica": 0}
+    tokens = {**of, "first": 0, "count": 4}
+    rows = ledger_of(
+        ("capacity", {"at_sync": setting}),
+        ("sent", of),
+        ("tokens", {**tokens, "version": 0}),
+        ("bumped", {"version": 1}),
+        ("sync", {"version": 1, **({} if own is None else {"at_sync": own})}),
+        ("sent", of),
+        ("tokens", {**tokens, "version": 1}),
+    )
+    assert ("no_needless_waste" in violations(rows)) is wrong
+
+
 def test_each_pipeline_is_judged_by_itself() -> None:
     one, two = ([{**row, "pipeline": name} for row in System(seed=seed).run()] for name, seed in (("a", 1), ("b", 2)))
     both = sorted([*one, *two], key=lambda row: row["time"])
