@@ -243,10 +243,8 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
             totals[f"total_{row.event}"] += 1
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
         totals["total_trained"] += ledger.tokens([row["group"]]) if row.at in in_weights else 0
-        if row.event in ("ready", "place") and any(
-            event.event == "ready" for event in ledger.life[row["group"]] if event.at <= row.at
-        ):
-            ready.add(row["group"])  # `place`: the group is back after its step was aborted
+        if ledger.waits_from(row):
+            ready.add(row["group"])
         elif row.event == "abort":
             ready |= _back_unnoted(ledger, row)
         elif row.event == "selected" or ledger.is_end(row):

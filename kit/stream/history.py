@@ -192,11 +192,13 @@ class LoopLedger(Ledger):
 
     def version_during(self, trained: Row) -> int:
         """The version while a group trained: at the first row of its step except `selected`, which may be written while the step before
-        trains. A row without a step may be written before or after the version rises. Without `bumped`: as `trained` states it."""
+        trains. Also of a row `selected`: if its step never began, at the abort or at the end of the ledger. A row without a step may be
+        written before or after the version rises. Without `bumped`: as the row states it."""
         if not self._bumps:
             return trained.number("version")
         if (step := self._step_of.get(trained.at)) is not None:
-            return self.version_at(next(row for row in step.rows if row.event != "selected"))
+            began = next((row for row in step.rows if row.event != "selected"), step.abort)
+            return self.start + len(self._bumps) if began is None else self.version_at(began)
         now = self.version_at(trained)
         return now - 1 if trained.get("version") == now - 1 else now
 
@@ -223,6 +225,12 @@ class LoopLedger(Ledger):
     def is_end(self, row: Row) -> bool:
         """Whether a row ends its group, as `ends` has it."""
         return ends_group(row) or (row.event == "filtered" and any(end.at == row.at for end in self.ends(row["group"])))
+
+    def waits_from(self, row: Row) -> bool:
+        """Whether a complete group waits for its step from this row on. `place`: it is back after its step was aborted."""
+        if row.event not in ("ready", "place"):
+            return False
+        return any(other.event == "ready" for other in self.life[row["group"]] if other.at <= row.at)
 
     def completed(self) -> Iterator[tuple[Id, Id, Sample]]:
         for group, samples in self.samples.items():

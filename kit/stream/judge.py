@@ -197,9 +197,9 @@ def _by_named_group(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
     return named
 
 
-def _named(row: Row) -> Sequence[str]:
-    """The groups that a row lists, as texts: a group may have a name."""
-    return value_in_words(row["groups"]).split(",")
+def _named(row: Row, name: str = "groups") -> Sequence[str]:
+    """What a row lists, such as its groups, as texts: a group may have a name."""
+    return [one for one in value_in_words(row[name]).split(",") if one]
 
 
 def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:
@@ -226,12 +226,13 @@ BETWEEN_TURNS = 0.05  # seconds at most between two looks of another system's co
 
 
 def trains_before_straggler(ledger: LoopLedger) -> Violations:
-    """Does a step begin while its last groups are still being generated, where `min_groups` lets it?"""
+    """Does a step begin with `min_groups` complete groups, while its last groups are still being generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
     least, whole = ledger.limit("min_groups"), ledger.limit("groups_per_step")
     if least is None:
         raise NotMeasured("the ledger has no `capacity` event with `min_groups`, so no step has to begin early")
+    yield from _begun_too_early(ledger, least)
     if whole is not None and least >= whole:
         raise NotMeasured(f"min_groups={least} lets no step begin before all its groups are complete")
     free, judged = 0, 0
@@ -258,6 +259,16 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
     return f"{counted(judged, 'step')} began before the last group was complete"
 
 
+def _begun_too_early(ledger: LoopLedger, least: int) -> Iterator[str]:
+    """The first microbatch of a step has `min_groups` complete groups to choose from, or all groups of a smaller step."""
+    for step in ledger.steps:
+        first, rows = next(iter(step.of("microbatch")), None), _last_completions(ledger, step)
+        if first is not None and step.finished and step.abort is None:
+            there = sum(row.at < first.at for row in rows)
+            if there < min(least, len(rows)):
+                yield f"{first}: the step began with {counted(there, 'complete group')}; min_groups={least}"
+
+
 def _in_one_turn(ledger: LoopLedger, since: int, last: Row) -> bool:
     """Whether another system's controller may have seen all groups since a row at once."""
     rows = ledger.rows[since : last.at]
@@ -273,17 +284,21 @@ def _step_seconds(ledger: LoopLedger) -> float:
 
 def _completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
     """Return the rows that completed the groups of a step, in order; with weight-fifo, only groups with the oldest start."""
-    when: dict[Id, Row] = {}
-    start: dict[Id, int] = {}
-    for group in {row["group"] for row in step.of("trained")}:
-        rows = [row for row in ledger.life[group] if row.event in ("ready", "completed")]
-        when |= {group: rows[-1]} if rows else {}
-        start[group] = next((row.number("version", 0) for row in ledger.life[group] if row.event == "reserved"), 0)
-    oldest = min(start.values(), default=0)
-    one_start = ledger.setting("sampler") == "weight-fifo"
-    return sorted(
-        (row for group, row in when.items() if not one_start or start[group] == oldest), key=lambda row: row.at
+    rows = _last_completions(ledger, step)
+    if ledger.setting("sampler") != "weight-fifo":
+        return rows
+    reserved = (row for group in {row["group"] for row in step.of("trained")} for row in ledger.life[group])
+    start = {row["group"]: row.number("version", 0) for row in reserved if row.event == "reserved"}
+    return [row for row in rows if start.get(row["group"], 0) == min(start.values(), default=0)]
+
+
+def _last_completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
+    """Return the row that completed each group of a step, in order."""
+    completions = (
+        [row for row in ledger.life[group] if row.event in ("ready", "completed")]
+        for group in {row["group"] for row in step.of("trained")}
     )
+    return sorted((rows[-1] for rows in completions if rows), key=lambda row: row.at)
 
 
 def _enough(ledger: LoopLedger, completions: list[Row], least: int) -> Row:
@@ -511,6 +526,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
         yield from _still_held(ledger, held)
     yield from _left_behind(ledger)
     yield from _falls_back(ledger)
+    yield from _not_yet_there(ledger)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
@@ -524,6 +540,23 @@ def _is_from_elsewhere(ledger: LoopLedger, row: Row) -> bool:
         other for other in ledger.life[row["group"]] if other.at < row.at and other.get("sample") == row["sample"]
     ]
     return any(other.get("replica", row["replica"]) != row["replica"] for other in before)
+
+
+def _not_yet_there(ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per replica that its `sync` names and that has not published the version at `synced`, unless it is gone."""
+    awaited: set[tuple[str, int]] = set()
+    for row in ledger.of("sync", "published", "left", "died", "synced", "error"):
+        replica = str(row.get("replica", ""))
+        if row.event == "sync" and "replicas" in row.ids:
+            awaited |= {(name, row.number("version")) for name in _named(row, "replicas")}
+        elif row.event == "published":
+            awaited.discard((replica, row.number("version")))
+        elif row.event in ("left", "died"):
+            awaited -= {order for order in awaited if order[0] == replica}
+        elif ends_sync(row):
+            for name, version in sorted(awaited) if row.event == "synced" else ():
+                yield f"{row}: version {version} is not published on replica {name} yet"
+            awaited.clear()
 
 
 def _shows_resumes(ledger: LoopLedger) -> bool:
@@ -721,6 +754,12 @@ def groups_whole(ledger: LoopLedger) -> Violations:
         for name, sample in samples:
             if sample.repeated:
                 yield f"{row}: sample {name} was completed {len(sample.completed)} times"
+    named = {str(group): [*samples.values()] for group, samples in ledger.samples.items()}
+    for row in ledger.by_event["microbatch"]:
+        for group in named.keys() & _named(row) if "groups" in row.ids else ():
+            fed = sum(any(done.at < row.at for done in sample.completed) for sample in named[group])
+            if fed < size:
+                yield f"{row}: {fed} of {size} samples of group {group} were complete"
     return f"{counted(len(trained), 'group')} trained, each with {counted(size, 'sample')}"
 
 
@@ -749,9 +788,14 @@ def order_fair(ledger: LoopLedger) -> Violations:
     reserved, selected = ledger.need("reserved", "group"), ledger.need("selected", "group")
     age = {row["group"]: row.at for row in reversed(reserved)}
     meant = {row["group"]: row.number("target", -1) for row in reserved} if limits_age(ledger) else {}
+    in_batches = ledger.setting("sampler") in BY_TARGET
     for row in selected:
-        if (target := meant.get(row["group"], -1)) > (now := ledger.version_at(row)):
-            yield f"{row}: selected at version {now}, but started for version {target}"
+        target = meant.get(row["group"], -1)
+        now = target if target < 0 else ledger.version_during(row)
+        if target > now or (in_batches and target < now):
+            yield f"{row}: selected for version {now}, but started for version {target}"
+    if ledger.setting("sampler") == "weight-fifo":
+        yield from _passed_older_starts(ledger)
     for ready in ledger.need("ready", "group"):
         group = ready["group"]
         later = [
@@ -760,11 +804,35 @@ def order_fair(ledger: LoopLedger) -> Violations:
             if row.at > ready.at and (row.event == "selected" or ledger.is_end(row))
         ]
         until = min(later, default=len(ledger.rows))
-        ahead = sum(ready.at < row.at < until and age.get(row["group"], 0) > age.get(group, 0) for row in selected)
+        passed = (row["group"] for row in selected if ready.at < row.at < until)  # a step may be tried several times
+        ahead = sum(age.get(other, 0) > age.get(group, 0) for other in {*passed})
         most = max(most, ahead)
         if ahead > allowed:
             yield f"{ready}: {ahead} younger groups were selected before this group (limit {allowed})"
     return f"at most {counted(most, 'younger group')} overtook a complete one (limit {allowed})"
+
+
+def _passed_older_starts(ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per group that is selected while a complete one with an older start in the window waits for another step."""
+    window = ledger.size("window")
+    start = {row["group"]: row.number("version") for row in ledger.need("reserved", "group", "version")}
+    selected = {(row["group"], row.get("step")) for row in ledger.by_event["selected"]}
+    waiting: set[Id] = set()
+    for row in ledger.rows:
+        group = row.get("group", "")
+        if ledger.waits_from(row):
+            waiting.add(group)
+        elif row.event == "selected" or ledger.is_end(row):
+            waiting.discard(group)
+        if row.event == "selected" and group in start:
+            oldest = ledger.version_at(row) - window
+            older = [
+                other
+                for other in waiting
+                if oldest <= start.get(other, oldest - 1) < start[group] and (other, row.get("step")) not in selected
+            ]
+            if older:
+                yield f"{row}: started at version {start[group]}; group {older[0]}, complete, started at version {start[older[0]]}"
 
 
 def tokens_conserved(ledger: LoopLedger) -> Violations:

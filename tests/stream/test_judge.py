@@ -1620,6 +1620,160 @@ def test_a_replica_that_waits_for_its_weights_is_no_choice(woke: str, crowded: b
             settle(requests_spread(ledger))
 
 
+def selected_for(target: int, sampler: str, begins: int) -> list[Row]:
+    """Group 1 is selected for step 1 before the version rises, and its step begins at version `begins`."""
+    moves: list[tuple[str, dict[str, Any]]] = [
+        ("begin", {"step": 0}),
+        ("selected", {"group": 1, "step": 1, "version": 0}),
+        ("finish", {"step": 0}),
+        ("bumped", {"step": 0, "version": 1}),
+    ]
+    moves.insert(4 if begins else 2, ("begin", {"step": 1}))
+    return ledger_of(
+        ("capacity", {"window": 1, "groups_per_step": 1, "sampler": sampler}),
+        ("reserved", {"group": 1, "version": 0, "target": target}),
+        ("ready", {"group": 1}),
+        *moves,
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "sampler", "begins", "wrong"),
+    [
+        (1, "in-order", 1, False),
+        (1, "in-order", 0, True),
+        (0, "in-order", 1, True),
+        (0, "strict", 1, True),
+        (0, "windowed", 1, False),
+        (1, "windowed", 0, True),
+    ],
+)
+def test_a_group_trains_in_the_step_of_its_target(target: int, sampler: str, begins: int, wrong: bool) -> None:
+    """It may be selected while the step before trains. Other samplers may train it later."""
+    found = violations(selected_for(target, sampler, begins)).get("order_fair", "")
+    assert (f"selected for version {begins}, but started for version {target}" in found) is wrong
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_step_that_never_began_has_no_wrong_target(aborted: bool) -> None:
+    rows = [row for row in selected_for(1, "in-order", 1) if (row["event"], row.get("step")) != ("begin", 1)]
+    if aborted:
+        rows += [{"event": event, "time": 99.0, "step": 1, "version": 2} for event in ("abort", "bumped")]
+    assert "order_fair" not in violations(rows)
+
+
+def test_groups_of_a_step_that_is_tried_again_pass_another_once() -> None:
+    def rows(tries: int, younger: int) -> list[Row]:
+        groups = range(1, younger + 1)
+        waits = [("reserved", {"group": group, "version": 0}) for group in (0, *groups)]
+        step: list[tuple[str, dict[str, Any]]] = [
+            *(("selected", {"group": group, "step": 0, "version": 0}) for group in groups),
+            ("abort", {"step": 0}),
+        ]
+        begin = [("capacity", {"window": 0, "groups_per_step": 2}), *waits, ("ready", {"group": 0})]
+        return ledger_of(*begin, *(step * tries))
+
+    assert "order_fair" not in violations(rows(3, 2))
+    assert "3 younger groups were selected" in violations(rows(1, 3))["order_fair"]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "waits", "wrong"),
+    [
+        ("weight-fifo", [("ready", 0)], True),
+        ("ready-first", [("ready", 0)], False),
+        ("weight-fifo", [], False),  # nobody can tell that it is complete
+        ("weight-fifo", [("ready", 0), ("evicted", 0)], False),
+        ("weight-fifo", [("ready", 0), ("filtered", 0)], False),
+        ("weight-fifo", [("ready", 0), ("selected", 0), ("place", 0)], True),  # it is back after an abort
+        ("weight-fifo", [("ready", 0), ("selected", 0)], False),
+    ],
+)
+@pytest.mark.parametrize(("window", "old"), [(1, False), (0, True)])
+def test_weight_fifo_trains_the_oldest_start_first(
+    sampler: str, waits: list[tuple[str, int]], wrong: bool, window: int, old: bool
+) -> None:
+    """A group that started before the window is not trained any more."""
+    rows = ledger_of(
+        ("capacity", {"window": window, "groups_per_step": 1, "sampler": sampler}),
+        ("reserved", {"group": 0, "version": 0}),
+        ("bumped", {"version": 1}),
+        ("reserved", {"group": 1, "version": 1}),
+        *((event, {"group": group, "step": 0, "version": 1}) for event, group in waits),
+        ("ready", {"group": 1}),
+        ("selected", {"group": 1, "step": 1, "version": 1}),
+    )
+    found = violations(rows).get("order_fair", "")
+    assert ("group 0, complete, started at version 0" in found) is (wrong and not old)
+
+
+@pytest.mark.parametrize(("least", "complete", "wrong"), [(4, 4, False), (4, 1, True), (6, 6, False), (6, 5, True)])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_step_begins_with_the_fewest_groups_that_it_may(least: int, complete: int, wrong: bool, lost: int) -> None:
+    """A step that lost groups begins with as many of the others."""
+
+    def ready(group: int) -> tuple[str, dict[str, Any]]:
+        return "completed", {"group": group, "sample": 0, "version": 0}
+
+    trained = range(6 - lost)
+    rows = ledger_of(
+        ("capacity", {"groups_per_step": 6, "min_groups": least}),
+        *(ready(group) for group in trained[:complete]),
+        ("begin", {"step": 0}),
+        ("microbatch", {"step": 0}),
+        *(ready(group) for group in trained[complete:]),
+        ("finish", {"step": 0}),
+        *(("trained", {"group": group, "step": 0, "version": 0}) for group in trained),
+    )
+    found = violations(rows).get("trains_before_straggler", "")
+    assert (f"min_groups={least}" in found) is (wrong and complete < min(least, len(trained)))
+
+
+@pytest.mark.parametrize(("fed", "wrong"), [((0,), False), ((0, 1), True), ("g0", False), ("g0,g1", True)])
+def test_a_microbatch_has_groups_with_all_their_samples(fed: Any, wrong: bool) -> None:
+    first, second = ("g0", "g1") if isinstance(fed, str) else (0, 1)
+
+    def complete(group: Any, *samples: int) -> list[tuple[str, dict[str, Any]]]:
+        return [("completed", {"group": group, "sample": sample, "version": 0}) for sample in samples]
+
+    rows = ledger_of(
+        ("capacity", {"group": 2}),
+        *complete(first, 0, 1),
+        *complete(second, 0),
+        ("microbatch", {"step": 0, "groups": fed}),
+        *complete(second, 1),
+        *(("trained", {"group": group, "version": 0}) for group in (first, second)),
+    )
+    found = violations(rows).get("groups_whole", "")
+    assert (f"1 of 2 samples of group {second} were complete" in found) is wrong
+
+
+@pytest.mark.parametrize(
+    ("moves", "wrong"),
+    [
+        (["published 0", "published 1", "synced"], False),
+        (["published 0", "synced", "published 1"], True),
+        (["published 0", "left 1", "synced"], False),
+        (["published 0", "died 1", "synced"], False),
+        (["published 0", "error", "synced"], False),  # another sync, without a list
+    ],
+)
+@pytest.mark.parametrize("replicas", ["0,1", (0, 1)])
+def test_a_version_has_arrived_once_all_replicas_published_it(
+    moves: list[str], wrong: bool, replicas: str | tuple[int, ...]
+) -> None:
+    of = {"version": 1, "of": "sync"}
+    arrivals = [(event, {**of, **({"replica": int(name)} if name else {})}) for event, _, name in map(split, moves)]
+    used = ("started", {"group": 0, "sample": 0, "replica": 0, "version": 1})
+    rows = ledger_of(("bumped", {"version": 1}), ("sync", {"version": 1, "replicas": replicas}), *arrivals, used)
+    found = violations(rows).get("publish_before_use", "")
+    assert ("version 1 is not published on replica 1 yet" in found) is wrong
+
+
+def split(move: str) -> tuple[str, str, str]:
+    return move.partition(" ")
+
+
 def ledger_of(*rows: tuple[str, dict[str, Any]]) -> list[Row]:
     return [{"event": event, "time": float(at), **ids} for at, (event, ids) in enumerate(rows)]
 
