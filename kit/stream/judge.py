@@ -1008,20 +1008,17 @@ def permits_return(ledger: LoopLedger) -> Violations:
     return f"{counted(sum(len(ledger.by_event[taken]) for taken, _ in pairs) + len(requests), 'permit')} taken and returned"
 
 
-RETURNS = (
-    "release",
-    "planned_release",
-    "expired",
-    "withdrawn",
-    "error",
-)  # ends of a request for devices or of its grant
+REFUSALS = ("expired", "withdrawn", "error")  # of a request for devices
 
 
 def _grants(ledger: LoopLedger) -> Generator[str, None, list[Row]]:
-    """Check requests for devices, one per kind and cluster, and return those that are left. Only a `release` must have one to return: a
-    request that expired has an `error`, too."""
+    """Check requests for devices, one per kind and cluster, and return those that are left. Only a `release` must have one to return,
+    which may have been refused: a loop that ends by this error releases all."""
     open_: list[Row] = []
-    for row in ledger.of("acquire", "granted", *RETURNS):
+    refused: list[Row] = []
+    for row in ledger.of("acquire", "granted", "release", "planned_release", *REFUSALS):
+        if row.event == "error" and row.get("of") != "acquire":
+            continue
         if "release" in row.ids:  # this kind is released first
             open_ = [asked for asked in open_ if asked["kind"] != row["release"]]
         matching = [asked for asked in open_ if _same_devices(asked, row)]
@@ -1029,12 +1026,17 @@ def _grants(ledger: LoopLedger) -> Generator[str, None, list[Row]]:
             if matching:
                 yield f"{row}: kind {row['kind']} already has one, since row {matching[0].at}"
             open_.append(row)
-        elif row.event == "granted" and not matching:
-            yield f"{row}: kind {row['kind']} was not requested"
-        elif row.event == "release" and not matching:
-            yield f"{row}: kind {row['kind']} has none to return"
-        elif row.event in RETURNS and row.get("of", "acquire") == "acquire":
+        elif row.event == "granted":
+            if not matching:
+                yield f"{row}: kind {row['kind']} was not requested"
+        else:
             open_ = [asked for asked in open_ if asked not in matching]
+            refused += matching if row.event in REFUSALS else []
+            if row.event == "release" and not matching:
+                again = [asked for asked in refused if _same_devices(asked, row)]
+                refused = [asked for asked in refused if asked not in again]
+                if not again:
+                    yield f"{row}: kind {row['kind']} has none to return"
     return open_
 
 

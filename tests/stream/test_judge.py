@@ -1340,6 +1340,8 @@ PERMITS: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [
             ("error", {"of": "expand"}, "already has one, since row 0"),
         )
     ),
+    ([("acquire", OF_A), ("error", {**OF_A, "of": "acquire"}), ("release", OF_A)], ""),
+    ([("acquire", OF_A), ("error", {**OF_A, "of": "acquire"}), ("release", OF_A), ("release", OF_A)], "none to return"),
     ([("acquire", {"kind": "generation"}), ("withdrawn", {"cluster": "generation"})], ""),
     ([("acquire", {"kind": "training"}), ("withdrawn", {"cluster": "generation"})], "never returned"),
 ]  # fmt: skip

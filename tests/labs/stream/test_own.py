@@ -105,7 +105,7 @@ def test_a_sampler_that_trains_groups_before_their_step_fails() -> None:
     verdict, error = simulated(sampler=own, places=16, phases="stream")
     assert error == ""
     assert failed(verdict) == {"order_fair"}
-    assert "selected at version 0, but started for version 1" in why(verdict, "order_fair")
+    assert "selected for version 0, but started for version 1" in why(verdict, "order_fair")
 
 
 TAIL = {"places": 64, "slots": 24, "steps": 8, "tail": True, "worlds": 0, "window": 2}
