@@ -1019,7 +1019,7 @@ def _grants(ledger: LoopLedger) -> Generator[str, None, list[Row]]:
     for row in ledger.of("acquire", "granted", "release", "planned_release", *REFUSALS):
         if row.event == "error" and row.get("of") != "acquire":
             continue
-        if "release" in row.ids:  # this kind is released first
+        if row.event == "acquire" and "release" in row.ids:  # this kind is released first
             open_ = [asked for asked in open_ if asked["kind"] != row["release"]]
         matching = [asked for asked in open_ if _same_devices(asked, row)]
         if row.event == "acquire":

@@ -1328,6 +1328,8 @@ PERMITS: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [
     ([("acquire", OF_A), ("acquire", OF_A)], "kind logprobs already has one, since row 0"),
     ([("acquire", OF_A), ("acquire", OF_B), ("release", OF_A)], "row 1, .* never returned"),
     ([("acquire", OF_A), ("acquire", {"kind": "training", "release": "logprobs"}), ("release", {"kind": "training"})], ""),
+    # As the lab `share` splits it.
+    ([("acquire", OF_A), ("release", {"kind": "logprobs", "release": "logprobs"})], ""),
     ([("acquire", OF_A), ("acquire", {"kind": "training", "release": "values"})], "kind logprobs .* never returned"),
     ([("acquire", OF_A), ("release", {"kind": "logprobs"}), ("release", {"kind": "logprobs"})], "has none to return"),
     *(
