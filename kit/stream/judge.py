@@ -205,9 +205,11 @@ def _named(row: Row, name: str = "groups") -> Sequence[str]:
 def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:
     """Whether all groups of a step, which may be tried several times, were trained or lost before a row. Further updates may follow."""
     trained = {other["group"]: other.at for step in tries for other in step.trained}
-    groups = {other["group"] for step in tries for other in step.of("selected")}
-    if not groups and len(trained) == ledger.limit("groups_per_step"):
-        groups = {*trained}  # without `selected`, only their number shows that no update is left
+    selected = {other["group"] for step in tries for other in step.of("selected")}
+    groups, whole = selected or {*trained}, ledger.limit("groups_per_step")
+    # Of fewer groups, others may be selected yet. Without `selected`, only their number shows that no update is left.
+    if not selected if whole is None else len(groups & trained.keys()) != whole:
+        return False
     left = [group for group in groups if trained.get(group, row.at) >= row.at]
     waits = [group for group in left if all(end.event == "cleared" or end.at > row.at for end in ledger.ends(group))]
     return bool(groups) and not waits

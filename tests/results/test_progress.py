@@ -47,6 +47,8 @@ def test_a_report_has_no_more_groups_than_there_are(rows: Rows, most: int) -> No
         ([("failed", {"group": 0, "sample": 0}), ("failed", {"group": 0, "sample": 1})], 1),
         ([("dropped", {"group": 0}), ("filtered", {"group": 1})], 0),
         ([("failed", {"sample": 0})], 1),
+        ([("error", {"of": "generate", "group": 0, "sample": 0})], 1),
+        ([("error", {"of": "microbatch", "group": 0})], 2),
     ],
 )
 def test_a_step_needs_as_many_groups_fewer_as_were_lost(rows: Rows, least: int) -> None:

@@ -849,6 +849,17 @@ def test_once_all_groups_are_trained_the_version_rises_also_if_a_clear_fails(
     assert ("the version never rose" in answer) is not rises
 
 
+@pytest.mark.parametrize(("size", "wrong"), [(2, True), (4, False)])
+def test_a_step_whose_other_groups_are_not_selected_yet_is_not_over(size: int, wrong: bool) -> None:
+    """The clear of its first update fails, which ends the loop."""
+    rows = with_clears(right({"groups": 2}))
+    rows[some(rows, "capacity")].update(groups_per_step=size)
+    step, at = {"step": 0, "time": rows[0]["time"]}, some(rows, "bumped")
+    failed = [{**step, "event": "clear"}, {**step, "event": "error", "of": "clear", "why": "busy"}]
+    rows[at : at + 1] = failed
+    assert ("the version never rose" in violations(rows).get("one_clear_per_finish", "")) == wrong
+
+
 @pytest.mark.parametrize(("between", "wrong"), [([], 0), (["joined"], 1), (["joined", "published"], 0)])
 def test_what_a_replica_reported_before_it_left_may_come_later_but_not_once_it_joined(
     between: list[str], wrong: int
