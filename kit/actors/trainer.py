@@ -241,7 +241,7 @@ class TrainerActor:
         self.step.abort()
         self.open = None
 
-    def clear(self, step: int, update: int, groups: Sequence[int]) -> int:  # noqa: ARG002 - calls have the step's number
+    def clear(self, step: int, groups: Sequence[int], update: int = 0) -> int:  # noqa: ARG002 - calls have the step's number
         """Drop the samples of these trained groups; returns how many were dropped."""
         return self.drop(groups)
 

@@ -14,7 +14,7 @@ A step that fails is aborted; its groups that are not in the weights yet become 
 | | | the last answer: completed (.., version, newest, length, reward), failed (.., why) or cancelled |
 | replica | cancel (group, sample, replica) | cancelled, unless the last answer came first |
 | replica | | joined, left, died (replica) |
-| trainer | begin, finish (step, update), microbatch, clear (.., groups) | done (of, the same ids) or error (.., why) |
+| trainer | begin, finish (step, update); microbatch, clear (step, update, groups) | done (of, the same ids) or error (.., why) |
 | trainer | logprobs (step, groups, which), abort (step) | the same |
 | trainer | discard (group) | none: the rows of a group that is not trained |
 | sync | sync (version, at_sync, replicas) | published (version, replica) for each, then synced (version), or error |

@@ -56,6 +56,8 @@ def test_samples_of_a_group_that_is_not_trained_are_dropped() -> None:
     assert trainer.discard(2) == 1
     assert dropped == [{2}]
     assert trainer.previous.keys() == trainer.reference.keys() == {Key(1, 0)}
+    assert trainer.clear(step=0, groups=[1]) == 1  # another core may clear the groups of all updates at once
+    assert not trainer.previous.keys() | trainer.reference.keys()
 
 
 class Doubles:

@@ -139,8 +139,8 @@ class LeasedTrainer:
         if self.lease.held and not self.alone:
             self.leave_anyway()
 
-    def clear(self, step: int, update: int, groups: Sequence[int]) -> int:
-        return self.actor.clear(step, update, groups)
+    def clear(self, step: int, groups: Sequence[int], update: int = 0) -> int:
+        return self.actor.clear(step, groups, update)
 
     def discard(self, group: int) -> int:
         return self.actor.discard(group)
