@@ -107,7 +107,7 @@ class DeskLedger(Ledger):
                 continue  # written twice: as a command and as another core's event
             self.turn[row.at] = turn
             once.append(row)
-        self.index(once)
+        self.index(once if self.by_event["clusters"] else [*with_clusters(once)])
         self.unheard = sorted(itertools.chain(*sent.values()), key=lambda row: row.at)
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
         patience = self.limit("request_ms", 0) / 1000 * 0.999 or math.inf  # a later error says that it waited too long
@@ -185,6 +185,21 @@ class DeskLedger(Ledger):
             if last is not None and self.turn[row.at] != self.turn[last.at]:
                 yield last, books
             last = row
+
+
+def with_clusters(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows of a desk that does not note the devices of a pipeline's clusters: they are those with which it registered."""
+    asked: dict[str, Row] = {}
+    present: set[str] = set()
+    for row in rows:
+        yield row
+        if row.event == "register" and row.ids.keys() & {*CLUSTERS}:
+            asked[row.who] = row
+        elif row.event == "registered" and row.who in asked and row.who not in present:
+            present.add(row.who)
+            yield replace(row, metric="clusters", ids={**row.ids, **asked[row.who].ids})
+        elif row.event in ("gone", "unregistered", "died") and "replica" not in row.ids:
+            present.discard(row.who)
 
 
 class WaitingRequest(NamedTuple):

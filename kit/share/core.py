@@ -41,7 +41,7 @@ What a desk in place of this one has to know:
   gets replicas without a second grant.
 - Write notes where they belong among the orders: `plan` before them, `commit` after them. The operations in a plan's note name replicas
   for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand` lists the pipelines that reported progress. The
-  notes `admission_limit`, `queued`, `expired` and `withdrawn` may be left out.
+  notes `clusters`, `admission_limit`, `queued`, `expired` and `withdrawn` may be left out.
 - When the last pipeline of `config.names` is gone: `Command("ended", "runner", "desk", why="done")`; after a failure an `error` to each
   pipeline, then `ended` with why="error" and the error.
 """

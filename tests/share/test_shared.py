@@ -15,6 +15,7 @@ from kit.labs.share.scenarios import SCENARIOS, Scenario, generates, trains
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
 from kit.results import Row
+from kit.results.records import numbers
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import Books, DeskLedger
 from kit.share.judge import (
@@ -176,6 +177,22 @@ def test_a_ledger_that_does_not_say_who_waits_is_not_called_wrong() -> None:
     assert settled(priority_kept, DeskLedger(rows)).value == 0
     with pytest.raises(Missing, match="no `acquire` or `queued` event"):
         settled(priority_kept, DeskLedger(row for row in rows if row["event"] != "acquire"))
+
+
+def test_a_desk_need_not_note_the_devices_with_which_pipelines_registered() -> None:
+    told = rows_of(shared(BOTH).rows)
+    rows = [row for row in told if row["event"] != "clusters"]
+    assert violations(rows) == violations(told) == {}
+
+    def clusters(ledger: list[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        return [
+            (row.who, numbers(row["trainer"]), numbers(row["generation"])) for row in DeskLedger(ledger).of("clusters")
+        ]
+
+    assert clusters(rows) == clusters(told)
+    assert settled(plan_valid, DeskLedger(rows)).value == 0
+    wrong = [{**row, "grants": "a.trainer:0 b.trainer:0"} if row["event"] == "plan" else row for row in rows]
+    assert "which are not free" in violations(wrong)["plan_valid"]
 
 
 def test_what_a_ledger_lacks_is_named() -> None:
