@@ -251,16 +251,18 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
 
 
 def refused_needlessly(ledger: DeskLedger) -> Iterator[Row]:
-    """Yield the refused requests of pipelines that are admitted, neither leave nor release anything, and have no other request or lease for
-    the cluster."""
+    """Yield the refused requests of pipelines that are admitted, neither leave nor release anything, have no other request or lease for the
+    cluster, and to generate have a replica that may wake."""
     for row, books in ledger.replay():
-        if row.event != "acquire" or row.at not in ledger.refused or row.who not in books.admitted - books.leaving:
+        served = books.clusters.keys() & books.admitted - books.leaving
+        if row.event != "acquire" or row.at not in ledger.refused or row.who not in served:
             continue
         cluster, kind = cluster_of(row), row.get("kind")
-        fits = cluster in books.clusters.get(row.who, {}) and (RUNS_ON.get(kind) == cluster or kind == "initialisation")
+        fits = cluster in books.clusters[row.who] and (RUNS_ON.get(kind, kind) == cluster or kind == "initialisation")
         taken = (row.who, cluster) in books.asked.keys() | books.waiting.keys() | books.held.keys()
-        generates = kind == "generation" and row.who in books.generating
-        if fits and not taken and not generates and "release" not in row.ids:
+        lost = {replica for name, replica in books.out | books.dead if name == row.who}
+        cannot = row.who in books.generating or lost.issuperset(books.replicas(row.who))
+        if fits and not taken and not (kind == "generation" and cannot) and "release" not in row.ids:
             yield row
 
 

@@ -248,6 +248,18 @@ def test_a_request_that_nothing_speaks_against_is_not_refused(before: list[Facts
     assert ("nothing speaks against it" in found(rows, "no_request_lost")) == wrong
 
 
+@pytest.mark.parametrize("may_wake", [True, False])
+def test_a_request_to_generate_without_replicas_may_be_refused(may_wake: bool) -> None:
+    rows = [
+        LIMITS,
+        *joins("a", generation=(0, 1)),
+        of("a", "resize", remove=(0,) if may_wake else (0, 1)),
+        of("a", "acquire", kind="generation"),
+        of("a", "error", of="acquire", kind="generation", cluster="generation", why="no replica may wake"),
+    ]
+    assert ("nothing speaks against it" in found(rows, "no_request_lost")) == may_wake
+
+
 @pytest.mark.parametrize("early", ["", "joined", "granted"])
 def test_a_replica_joins_and_a_request_is_granted_only_once_one_has_woken(early: str) -> None:
     _, expanded, joined = wakes("a", 0, 1)
