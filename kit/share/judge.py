@@ -1001,7 +1001,7 @@ def version_after_wake(ledger: DeskLedger) -> Violations:
             began += row.event == "started" and woken_replica in later
             if woken_replica in woken:
                 yield f"{row}: the replica has received no weights since it woke up (row {woken[woken_replica].at})"
-            elif version != serves.get(woken_replica, version):
+            elif version is not None and version != serves.get(woken_replica, version):
                 yield f"{row} has version {version}; the replica serves version {serves[woken_replica]}"
         elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
             yield from bare([woken.pop(replica) for replica in {replica_of(row)} & {*woken}], row.time, limit)

@@ -296,6 +296,21 @@ def test_who_leaves_hears_so_once_its_replicas_sleep(asked: str, asleep: bool) -
     assert ("are still active" in found(rows, "planned_release_once")) == (not asleep)
 
 
+@pytest.mark.parametrize(("stated", "wrong"), [({}, False), ({"version": 0}, False), ({"version": 1}, True)])
+def test_a_request_need_not_state_the_version_with_which_it_begins(stated: Facts, wrong: bool) -> None:
+    request_of = {"group": 0, "sample": 0, "replica": 0}
+    rows = [
+        LIMITS,
+        *joins("a", generation=(1,)),
+        *begins("a", 0, 1),
+        of("a", "hold", version=0),
+        of("a", "published", replica=0, version=0),
+        of("a", "sent", **request_of),
+        of("a", "started", **request_of, **stated),
+    ]
+    assert ("has version 1; the replica serves version 0" in found(rows, "version_after_wake")) == wrong
+
+
 def test_a_release_waits_for_a_replica_that_wakes() -> None:
     rows = [
         LIMITS,
