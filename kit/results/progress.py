@@ -41,9 +41,8 @@ class GroupTally:
             self.finished.add(update)
         elif row.event == "error" and row.get("of") == "finish":
             self.finished.discard(update)
-        elif (
-            row.event == "error" and row.get("of") == "generate"
-        ):  # its group ends once its other requests are cancelled
+        elif row.event == "error" and row.get("of") == "generate":
+            # Its group ends once its other requests are cancelled.
             self.lost.add(row.get("group", row.at))
         elif row.event == "abort":  # the groups of a step's unfinished updates may train again
             for other in [key for key in self.trained if key[0] == update[0] and key not in self.finished]:

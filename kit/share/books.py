@@ -16,7 +16,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from kit.errors import BadInput
-from kit.results.ledger import Ledger
+from kit.results.ledger import Ledger, by_cores
 from kit.results.records import Row, numbers, value_in_words
 
 ORDER = ("initialisation", "training", "critic", "logprobs", "reference", "values", "generation")
@@ -124,6 +124,7 @@ class DeskLedger(Ledger):
         }
         self.refused = {*refusals.values()}
         self._without_effect = self.refused | refusals.keys()
+        self._of_cores = by_cores(self.rows)
         self._not_noted = {*self._requests_not_noted()}
 
     def limit(self, name: str, default: int) -> int:
@@ -156,6 +157,9 @@ class DeskLedger(Ledger):
 
     def _next(self, books: Books, row: Row) -> Books:
         if row.at in self._without_effect:
+            return books
+        # Of a run of the kit, the ports' rows show when a request ends, not what the desk notes of it.
+        if row.event in ("withdrawn", "expired") and self._of_cores and (row.who, cluster_of(row)) in books.asked:
             return books
         after = books.after(row)
         return after.after(replace(row, metric="queued")) if row.at in self._not_noted else after
@@ -227,7 +231,9 @@ class Books:
     set_up: set[str] = field(default_factory=set)
     handed_over: set[str] = field(default_factory=set)
     over: set[tuple[str, str]] = field(default_factory=set)  # sides of the admission that reached their limit
-    asked: dict[tuple[str, str], int] = field(default_factory=dict)  # the row of an `acquire` that is not granted
+    asked: dict[tuple[str, str], tuple[str, int]] = field(
+        default_factory=dict
+    )  # by cluster, until the end: kind and row of `acquire`
     waiting: dict[tuple[str, str], WaitingRequest] = field(default_factory=dict)
     held: dict[tuple[str, str], str] = field(default_factory=dict)  # leases other than generation: their kind
     generating: set[str] = field(default_factory=set)  # pipelines with a lease of generation
@@ -367,11 +373,11 @@ class Books:
                 if "release" in row.ids:
                     for cluster in (cluster_of(row), RUNS_ON.get(row["release"], row["release"])):
                         self.free(row.who, cluster, row["release"])
-                if row["kind"] == "generation":
-                    self.set_up.add(row.who)
-                self.asked.setdefault(key, row.at)  # one that is repeated keeps its place
+                self.set_up |= {row.who} if row["kind"] == "generation" else set()
+                if self.asked.get(key, ("", 0))[0] != row["kind"]:  # one that is repeated keeps its place
+                    self.asked[key] = row["kind"], row.at
             case "queued":
-                asked, before = self.asked.get(key, row.at), self.waiting.get(key)
+                (_, asked), before = self.asked.get(key, ("", row.at)), self.waiting.get(key)
                 since = before.time if before is not None and before.at == asked else row.time
                 self.waiting[key] = WaitingRequest(row["kind"], asked, int(row.get("target", 0)), since)
             case "granted" | "expired":
@@ -422,7 +428,9 @@ class Books:
             self.waking.discard(key)
 
     def free(self, name: str, cluster: str, kind: str) -> None:
-        if (request := self.waiting.get((name, cluster))) is not None and request.kind == kind:
+        request = self.waiting.get((name, cluster))
+        # One that the admission holds back has been asked for, but does not wait yet.
+        if kind in (self.asked.get((name, cluster), ("", 0))[0], request.kind if request is not None else ""):
             self.end_request((name, cluster))
         if self.held.get((name, cluster)) == kind:
             del self.held[name, cluster]

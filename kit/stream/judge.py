@@ -199,7 +199,7 @@ def _by_named_group(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 def _named(row: Row, name: str = "groups") -> Sequence[str]:
     """What a row lists, such as its groups, as texts: a group may have a name."""
-    return [one for one in value_in_words(row[name]).split(",") if one]
+    return [text for text in value_in_words(row[name]).split(",") if text]
 
 
 def _all_trained(ledger: LoopLedger, tries: Sequence[StepRows], row: Row) -> bool:

@@ -91,6 +91,41 @@ def test_a_request_that_is_repeated_keeps_its_place(first: str, noted: bool) -> 
     assert ("granted out of turn" in found(rows, "priority_kept")) == (first == "b")
 
 
+@pytest.mark.parametrize("event", ["withdrawn", "expired"])
+def test_a_request_that_the_desk_says_is_over_keeps_its_place(event: str) -> None:
+    rows = [
+        LIMITS,
+        *[row for name in "abc" for row in joins(name, trainer=(0,))],
+        *asks("c", "training"),
+        *gives("c", "training", 1, 0),
+        *asks("a", "training"),
+        *asks("b", "training"),
+        of("a", event, kind="training", cluster="trainer"),
+        {**of("c", "release", kind="training"), "core": "desk"},
+        *gives("b", "training", 2, 0),
+    ]
+    assert "granted out of turn" in found(rows, "priority_kept")
+
+
+def test_a_request_that_was_held_back_and_withdrawn_has_no_place() -> None:
+    """a asks to train before b is set up, which is not noted as waiting, and gives up. What it asks later comes after b's request."""
+    rows = [
+        {**SLOW, "admission_ms": 60_000},
+        *joins("a", trainer=(0,), generation=(1,)),
+        *asks("a", "training"),
+        *gives("a", "training", 1, 0),
+        of("a", "release", kind="training"),
+        *joins("b", trainer=(0,), generation=(1,)),
+        of("a", "acquire", kind="training"),
+        of("a", "release", kind="training"),
+        of("b", "acquire", kind="generation"),
+        *asks("b", "training"),
+        *asks("a", "training"),
+        *gives("b", "training", 2, 0),
+    ]
+    assert found(rows, "priority_kept") == ""
+
+
 @pytest.mark.parametrize("noted", [True, False])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_who_is_held_back_by_the_admission_does_not_wait(name: str, noted: bool) -> None:
