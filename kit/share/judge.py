@@ -244,10 +244,42 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
             yield f"{asked} has no answer although the pipeline is gone (row {end.at})"
         elif end is None and (has_ended or ledger.rows[-1].time - asked.time > patience):
             yield f"{asked} has no answer"
+    yield from unanswered_resizes(ledger, patience)
+    yield from removed_but_awake(ledger)
     yield from (f"{row} is refused, but nothing speaks against it" for row in refused_needlessly(ledger))
     yield from answered_twice(ledger)
     yield from stranded_requests(ledger)
     return f"{count} requests"
+
+
+def unanswered_resizes(ledger: DeskLedger, patience: float) -> Iterator[str]:
+    """Yield a violation per resize that the desk read and left without an answer until its pipeline had gone, or for too long. One answer
+    may be to several."""
+    last, open_ = ledger.rows[-1], list[Row]()
+    for row in ledger.of("resize", "resized", "error", "died", "gone", "unregistered"):
+        own = [asked for asked in open_ if asked.who == row.who]
+        if row.event == "resize" and row.at not in ledger.refused and row not in ledger.unheard:
+            open_.append(row)
+        elif "replica" not in row.ids and (row.event != "error" or row.get("of") in ("resize", ledger.desk)):
+            open_ = [asked for asked in open_ if asked not in own]
+            yield from (f"{asked} has no answer" for asked in own if row.event in ("gone", "unregistered"))
+    yield from (f"{row} has no answer" for row in open_ if ledger.of("ended") or last.time - row.time > patience)
+
+
+def removed_but_awake(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per replica that a resize has removed and that the desk does not order to sleep, for longer than between two looks
+    at such replicas."""
+    limit = ledger.limit("watchdog_ms", 0) / 1000
+    since: dict[tuple[str, int], float] = {}
+    before: tuple[Row, Books] | None = None
+    for row, books in ledger.replay() if limit and ledger.of("resize") else ():
+        if before is not None and before[1].plan is None:
+            stay = before[1].out & before[1].awake()
+            since = {replica: since.get(replica, 0.0) + row.time - before[0].time for replica in stay}
+            for name, replica in sorted(key for key, seconds in since.items() if seconds > limit):
+                yield f"{row}: a resize has removed replica {replica} of {name}; it is still awake {since[name, replica]:.3f} s later"
+                since[name, replica] = -math.inf
+        before = row, books
 
 
 def refused_needlessly(ledger: DeskLedger) -> Iterator[Row]:

@@ -399,3 +399,39 @@ def test_a_request_that_the_admission_holds_back_gets_no_devices_planned_for_the
     assert not d.holds("a")
     d.slow = False
     assert ("granted", "a") in message(d.do("acquire", "b", kind="generation"), "granted")
+
+
+# -- resizes ----------------------------------------------------------------------------------------------------------------
+
+
+def resized(*answer: Facts) -> list[Facts]:
+    """a, whose replica 0 is awake, removes it; then comes an answer, and time passes."""
+    rows = [SLOW, *joins("a", generation=(0, 1)), *begins("a", 0, 0), of("a", "resize", remove=(0,)), *answer]
+    return [*rows, {**of("a", "progress", completed=1, target=2), "time": 5.0}, {**desk("plan", 9, ()), "time": 5.1}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        ([of("a", "resized")], False),
+        ([of("a", "error", of="resize", why="no")], False),
+        ([of("a", "unregister"), of("a", "unregistered")], True),
+        ([of("a", "died")], False),
+    ],
+)
+def test_a_resize_is_answered(answer: list[Facts], wrong: bool) -> None:
+    answered = "`resize` of a" in (said := found(resized(*answer), "no_request_lost")) and "no answer" in said
+    assert answered == wrong
+
+
+@pytest.mark.parametrize(("seconds", "wrong"), [(4.0, False), (6.0, True)])
+def test_a_removed_replica_falls_asleep(seconds: float, wrong: bool) -> None:
+    rows = [
+        SLOW,
+        *joins("a", generation=(0, 1)),
+        *begins("a", 0, 0),
+        of("a", "resize", remove=(0,)),
+        of("a", "resized"),
+    ]
+    late = [desk("plan", 2, (1,), shrinks="a.generation:0"), *sleeps("a", 0, 0), desk("commit", 2, (0, 1))]
+    assert ("has removed replica 0 of a" in timed([*at(0, *rows), *at(seconds, *late)], "no_request_lost")) == wrong

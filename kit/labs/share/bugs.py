@@ -256,12 +256,18 @@ def adds_nothing_again(t: DeskTurn, event: Event) -> None:
     t.change(event.pipeline, out=out | t.pipelines[event.pipeline].out)
 
 
+def resizes_in_silence(t: DeskTurn, event: Event) -> None:
+    core.on_resize(t, event)
+    t.commands = [command for command in t.commands if command.name != "resized"]
+
+
 def joins_the_dead(t: DeskTurn, event: Event) -> None:
     t.waking |= {(event.who, event.replica)}
     core.on_expanded(t, event)
 
 
 LATE_ANSWERS_COUNT = {**core.HANDLERS, "expanded": joins_the_dead}
+RESIZES_IN_SILENCE = {**core.HANDLERS, "resize": resizes_in_silence}
 REMOVED_FOR_GOOD = {**core.HANDLERS, "resize": adds_nothing_again}
 
 

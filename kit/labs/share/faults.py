@@ -337,6 +337,14 @@ OF_EVERY_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "resizes-in-silence",
+        "the desk resizes and does not answer",
+        "no_request_lost",
+        scene={"scenario": "refilled"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:RESIZES_IN_SILENCE"},
+        where="notebook",
+    ),
+    Fault(
         "dead-for-good",
         "the desk ignores that new ranks replaced dead ones",
         "dead_replaced",
