@@ -19,7 +19,7 @@ from kit.labs.share.worlds import ShareWorlds
 from kit.labs.stream.worlds import StreamWorlds, ends_well
 from kit.loop.explore import Worlds, play, world_of
 from kit.results.rules import settle
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 from kit.target import replaced
 from tests.loop.right_cores import DESIGNS
 

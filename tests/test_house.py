@@ -362,9 +362,18 @@ def test_records_need_the_standard_library_only() -> None:
     assert not {name.split(".")[0] for name in seen} & HEAVY
 
 
+@pytest.mark.parametrize("judge", ["kit.stream.judge", "kit.share.judge"])
+def test_a_judge_uses_nothing_of_what_it_judges(judge: str) -> None:
+    own = {name: path for name, path in modules(FILES).items() if name.startswith(judge)}
+    assert len(own) > 5
+    for name, path in own.items():
+        used = {each for each in imports(path, typing=True) if each.startswith("kit.")}
+        assert not {each for each in used if not each.startswith((judge, "kit.results.", "kit.errors"))}, name
+
+
 def test_loops_and_controllers_need_the_standard_library_only() -> None:
     rooms = [path for path in FILES if room(path) in {"loop", "stream", "share"}]
-    for name in modules(path for path in rooms if path.name != "judge.py"):
+    for name in modules(path for path in rooms if "judge" not in path.parts):
         assert not {each.split(".")[0] for each in imports(modules(FILES)[name], typing=True)} & HEAVY, name
     seen = loaded_by("import kit.loop.runner, kit.stream.simulated, kit.stream.ports, kit.share.simulated")
     assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}

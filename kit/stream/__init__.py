@@ -1,6 +1,7 @@
 """The controller of an asynchronous RL loop: what to generate, train and drop, and when to sync weights. Standard library only.
 
-`settings` has its settings and samplers, `core` the state machine, `simulated` a whole system on a virtual clock.
+`settings` has its settings and samplers, `core` the state machine, `simulated` a whole system on a virtual clock. `judge` has the
+checks of a ledger, and uses none of the controller's code.
 Versions count from 0, the base. `version` rises by one with each outer step, `updates` with each optimizer step.
 """
 

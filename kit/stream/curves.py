@@ -13,7 +13,7 @@ from statistics import fmean
 
 from kit.results.curves import CurvePoint
 from kit.results.records import Row
-from kit.stream.history import ends_group
+from kit.stream.judge.history import ends_group
 
 UpdateKey = tuple[int, int]  # the numbers of a step and of an update in it
 SECONDS = "s_"  # begins the name of a logged time

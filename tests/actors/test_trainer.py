@@ -11,7 +11,7 @@ import torch
 from kit.actors.samples import Key
 from kit.actors.trainer import TrainerActor
 from kit.megatron import split
-from kit.stream.backed import TO
+from kit.stream.judge.backed import TO
 
 
 class Counting(TrainerActor):

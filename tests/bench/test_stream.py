@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kit.labs.bench_stream import parts as stream
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 
 CONFIG = {"steps": 10, "seed": 1234, "numbers": 3}
 

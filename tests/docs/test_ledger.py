@@ -19,16 +19,15 @@ from kit.results.ledger import Ledger
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured, Violations
 from kit.share import judge as share
-from kit.share.books import DeskLedger
+from kit.share.judge.books import DeskLedger
 from kit.stream import judge as stream
 from kit.stream.core import resume_from
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ledger.md").read_text()
-JUDGES = (
-    *("stream/history", "stream/judge", "stream/given_up", "stream/requests", "stream/waiting", "stream/backed"),
-    *("share/books", "share/judge", "share/stuck"),
+JUDGES = tuple(
+    f"{room}/judge/{path.stem}" for room in ("stream", "share") for path in (ROOT / "kit" / room / "judge").glob("*.py")
 )
 COMPANIONS = ({"expand", "expanded", "joined", "left", "shrink", "shrunk"},)  # lines of the page that belong together
 

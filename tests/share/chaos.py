@@ -14,9 +14,9 @@ from kit.labs.share.ledgers import settled
 from kit.loop.messages import Command, Event, Memory, command_row, event_row
 from kit.results import Row
 from kit.results.rules import NotMeasured
-from kit.share.books import DeskLedger
 from kit.share.core import Scheduler
 from kit.share.judge import RULES
+from kit.share.judge.books import DeskLedger
 from kit.share.planner import gap_ratio, make_plan
 from kit.share.state import KINDS, DeskSettings, DeskState, Plan
 

@@ -9,8 +9,8 @@ import pytest
 from kit.labs.share.ledgers import settled
 from kit.loop.messages import Command, Event, Map
 from kit.results.rules import Missing, NotMeasured
-from kit.share.books import DeskLedger
 from kit.share.judge import RULES
+from kit.share.judge.books import DeskLedger
 from kit.share.member import Member
 from kit.share.state import Cluster
 from tests.share.chaos import violations

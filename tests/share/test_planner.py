@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.loop.messages import Map
-from kit.share.books import SPECIFIED, Books, WaitingRequest, specified
+from kit.share.judge.books import Books, WaitingRequest
+from kit.share.judge.specified import SPECIFIED, specified
 from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, share_of, violations
 from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, PipelineState, Plan, Request
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from kit.labs.share.ledgers import settled
-from kit.share.books import DeskLedger
-from kit.share.judge import MOST_SLEEPS, empty_set_suspends, no_request_lost, sleeps_in_a_row
+from kit.share.judge.books import DeskLedger
+from kit.share.judge.plans import MOST_SLEEPS, sleeps_in_a_row
+from kit.share.judge.replicas import empty_set_suspends
+from kit.share.judge.requests import no_request_lost
 
 
 def rows(*names: str) -> list[dict[str, Any]]:

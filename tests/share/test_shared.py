@@ -17,22 +17,19 @@ from kit.loop.runner import Runner
 from kit.results import Row
 from kit.results.records import numbers
 from kit.results.rules import Missing, NotMeasured, settle
-from kit.share.books import Books, DeskLedger
-from kit.share.judge import (
-    RULES,
-    dead_replaced,
-    one_owner,
-    pipeline_rows,
-    plan_valid,
-    priority_kept,
-    shrink_before_expand,
-)
+from kit.share.judge import RULES
+from kit.share.judge.books import Books, DeskLedger
+from kit.share.judge.devices import one_owner, shrink_before_expand
+from kit.share.judge.ends import dead_replaced
+from kit.share.judge.pipelines import pipeline_rows
+from kit.share.judge.plans import plan_valid
+from kit.share.judge.requests import priority_kept
+from kit.share.judge.stuck import circle, waits_of
 from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
-from kit.share.stuck import circle, waits_of
 from kit.stream import judge as stream_judge
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 from kit.stream.settings import opening
 from kit.stream.simulated import Durations, drawn_length
 from kit.target import replaced

@@ -9,21 +9,14 @@ import pytest
 from kit.errors import BadInput
 from kit.labs.share.ledgers import judged_loop, loops_in, settled
 from kit.results.records import Row
-from kit.share.books import DeskLedger
-from kit.share.judge import (
-    empty_set_suspends,
-    no_deadlock,
-    no_request_lost,
-    no_starvation,
-    one_owner,
-    plan_valid,
-    priority_kept,
-    progress_ended,
-    progress_true,
-    routed_to_awake,
-    version_after_wake,
-)
-from kit.stream.history import LoopLedger
+from kit.share.judge.books import DeskLedger
+from kit.share.judge.devices import one_owner
+from kit.share.judge.ends import no_deadlock
+from kit.share.judge.plans import plan_valid
+from kit.share.judge.progress import progress_ended, progress_true
+from kit.share.judge.replicas import empty_set_suspends, routed_to_awake, version_after_wake
+from kit.share.judge.requests import no_request_lost, no_starvation, priority_kept
+from kit.stream.judge.history import LoopLedger
 
 LIMITS = {"event": "limits", "pipeline": "desk", "devices": 2, "request_ms": 500}
 TRAINS = {"event": "acquire", "pipeline": "a", "kind": "training"}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.results.rules import Measured, settle
-from kit.stream.history import LoopLedger
 from kit.stream.judge import RULES
+from kit.stream.judge.history import LoopLedger
 
 Row = dict[str, Any]
 GATED = ("strict", "in-order", "weight-fifo", "ready-first")

@@ -13,7 +13,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, command_row
 from kit.stream.core import Controller
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 from kit.stream.settings import SAMPLERS, AtSync, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, drawn_length, simulate
 from tests.stream.ledgers import finding

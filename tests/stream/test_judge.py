@@ -21,9 +21,9 @@ import pytest
 from kit.errors import BadInput
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, settle
-from kit.stream.history import LoopLedger, pipelines
 from kit.stream.judge import resume_equals
-from kit.stream.requests import requests_spread
+from kit.stream.judge.history import LoopLedger, pipelines
+from kit.stream.judge.requests import requests_spread
 from tests.stream.ledgers import AT_SYNC, RULES_BY_NAME, SAMPLERS, Row, System, finding
 
 ROOT = Path(__file__).resolve().parents[2]

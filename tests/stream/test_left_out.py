@@ -8,8 +8,8 @@ import pytest
 
 from kit.labs.stream.rules import replicas_answer
 from kit.results.rules import Measured, Missing, NotMeasured, settle
-from kit.stream.history import LoopLedger
 from kit.stream.judge import resume_equals
+from kit.stream.judge.history import LoopLedger
 from tests.stream.ledgers import RULES_BY_NAME, finding
 
 Rows = list[dict[str, Any]]

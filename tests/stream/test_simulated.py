@@ -17,11 +17,11 @@ from kit.results import NotMeasured, Run, create_run
 from kit.results.rules import settle
 from kit.stream import core, generation, judge, what_if
 from kit.stream.core import Controller, resume_from
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
+from kit.stream.judge.waiting import waiting_for
 from kit.stream.ports import Meter, StepLog
 from kit.stream.settings import SAMPLERS, StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
-from kit.stream.waiting import waiting_for
 from tests.loop.replaying import replay_rows
 
 PLAIN = StreamSettings(steps=5, previous="off")

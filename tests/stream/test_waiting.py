@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kit.stream.history import LoopLedger
-from kit.stream.waiting import waiting_for
+from kit.stream.judge.history import LoopLedger
+from kit.stream.judge.waiting import waiting_for
 from tests.stream.ledgers import Row, System
 
 BEGUN = [

@@ -21,8 +21,8 @@ from kit.labs.share.planned import planned_work
 from kit.labs.share.simulated import refuse_broken
 from kit.loop.messages import Event
 from kit.results import with_ids
-from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
+from kit.share.judge.specified import SPECIFIED
 from kit.share.state import DeskSettings, DeskState, DeskTurn, Plan
 from kit.world.world import Worlds
 

@@ -12,7 +12,7 @@ from kit.labs.bench import Bench, Part, Samples, run_part, show_progress
 from kit.labs.lab import Drive
 from kit.labs.stream import tables
 from kit.labs.stream.rules import ledger, verified
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 # Long answers with few in flight, so many span a sync; a learning rate at which versions differ measurably.

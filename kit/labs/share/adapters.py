@@ -11,14 +11,14 @@ from kit.labs.share.ledgers import lacking, loops, no_ranks, recorded_on_ranks, 
 from kit.results import NotMeasured
 from kit.results.rules import Violations, rule
 from kit.results.units import counted
-from kit.share.books import TRAINER_CALLS
-from kit.stream.history import ENDS
+from kit.share.judge.books import TRAINER_CALLS
+from kit.stream.judge.history import ENDS
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kit.results.records import Row
-    from kit.stream.history import LoopLedger
+    from kit.stream.judge.history import LoopLedger
 
 VERIFY = "verify"  # the phase in which trainers recompute
 ROUNDING = 1e-5  # of float32 log-probabilities: how far they may be from those of the merged weights

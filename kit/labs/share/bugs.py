@@ -12,8 +12,8 @@ from kit.labs.share.scenarios import SCENARIOS, Scenario, trains
 from kit.loop.messages import Command, Event, Map
 from kit.results.records import Id
 from kit.share import core
-from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
+from kit.share.judge.specified import SPECIFIED
 from kit.share.member import Joined, Member
 from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan, share_of
 from kit.share.simulated import DeskSimulation

@@ -24,7 +24,7 @@ from kit.machine import MIB
 from kit.results import NotMeasured
 from kit.results.records import flat
 from kit.results.units import amount, counted, size
-from kit.share.books import DeskLedger
+from kit.share.judge.books import DeskLedger
 from kit.stream.ports import replica_number
 
 DEVICES, USED, FILLED = 16, 8, 4  # at most as many devices have lanes, lanes of utilisation, and a chart of memory

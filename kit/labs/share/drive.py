@@ -29,7 +29,7 @@ from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock
 from kit.results import Row, Unjudged
 from kit.results.records import Id
 from kit.share import core
-from kit.share.books import DeskLedger
+from kit.share.judge.books import DeskLedger
 from kit.share.member import Member, Own, begin_without
 from kit.share.planner import PLANNERS
 from kit.share.simulated import DeskSimulation, Devices, Ports

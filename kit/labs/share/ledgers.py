@@ -20,10 +20,10 @@ from kit.results.ledger import PerFrame, by_cores, events
 from kit.results.records import Row, Unjudged, numbers
 from kit.results.rules import Violations, settle
 from kit.results.units import counted
-from kit.share.books import Books, DeskLedger
-from kit.share.judge import pipeline_rows
+from kit.share.judge.books import Books, DeskLedger
+from kit.share.judge.pipelines import pipeline_rows
 from kit.stream import judge as stream
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -48,7 +48,10 @@ from kit.results.records import numbers
 from kit.results.rules import Measure, Violations, rule
 from kit.results.units import counted
 from kit.share import judge
-from kit.share.books import DeskLedger, replica_of
+from kit.share.judge.books import DeskLedger, replica_of
+from kit.share.judge.demand import idle_while_needed
+from kit.share.judge.ends import dead_replaced
+from kit.share.judge.plans import MOST_SLEEPS, sleeps_in_a_row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -303,7 +306,7 @@ def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def idle_share(where: str, ledger: DeskLedger) -> Iterator[tuple[float, str]]:
-    spells = [*judge.idle_while_needed(ledger)]
+    spells = [*idle_while_needed(ledger)]
     whole = ledger.limit("devices", 0) * math.fsum(seconds for seconds, *_ in spells)
     if not whole:
         return
@@ -322,7 +325,7 @@ def no_thrash(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     answers: list[Measured] = []
     for where, ledger in every_ledger(frame, judged_phases(frame, config)):
         try:
-            answer = judge.sleeps_in_a_row(ledger)
+            answer = sleeps_in_a_row(ledger)
         except Missing:  # a pipeline alone has no desk
             if not answers:
                 raise
@@ -626,7 +629,7 @@ RULES: tuple[Rule, ...] = (
     *ADAPTER_RULES,
     rule(loops_right),
     rule(devices_used, limit=MOST_IDLE),
-    rule(no_thrash, limit=judge.MOST_SLEEPS),
+    rule(no_thrash, limit=MOST_SLEEPS),
     *(
         Rule(
             by_ledger.__name__,
@@ -634,7 +637,7 @@ RULES: tuple[Rule, ...] = (
             with_ranks(by_ledger, BY_RANKS_TOO[by_ledger.__name__])
             if by_ledger.__name__ in BY_RANKS_TOO
             else of_ledgers(by_ledger),
-            when=may_replace if by_ledger is judge.dead_replaced else None,
+            when=may_replace if by_ledger is dead_replaced else None,
             cannot=desk_is_own if by_ledger in judge.BY_DEMAND else None,
         )
         for by_ledger in judge.RULES

@@ -13,9 +13,9 @@ from kit.labs.share.desk import Limited
 from kit.labs.share.lab import SCHEDULER, PipelineConfig, ShareConfig
 from kit.loop.runner import VirtualClock
 from kit.results.records import Id, numbers
-from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
-from kit.share.judge import ON_PURPOSE
+from kit.share.judge.books import ON_PURPOSE
+from kit.share.judge.specified import SPECIFIED
 from kit.share.planner import PLANNERS, View
 from kit.share.simulated import DeskSimulation, Devices, Script, simulate
 from kit.share.state import GENERATION, DeskSettings

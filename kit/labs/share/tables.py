@@ -27,10 +27,10 @@ from kit.results import NotMeasured
 from kit.results.frames import event_rows
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
-from kit.share.books import Books, DeskLedger, Request, cluster_of, replica_of, request_of
-from kit.share.judge import has_work, is_needy, sleeping_bundles
+from kit.share.judge.books import Books, DeskLedger, Request, cluster_of, replica_of, request_of
+from kit.share.judge.demand import has_work, is_needy, sleeping_bundles
+from kit.share.judge.stuck import device_requests, flights
 from kit.share.state import GENERATION
-from kit.share.stuck import device_requests, flights
 from kit.stream.ports import TRAINER, calls, covered
 
 USES = ("training", "generating", "waiting", "switching", "idle")

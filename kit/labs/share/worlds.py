@@ -24,8 +24,9 @@ from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Answers, Runner, VirtualClock
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured
-from kit.share.books import DeskLedger
-from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, sleeps_in_a_row
+from kit.share.judge import BY_DEMAND, RULES
+from kit.share.judge.books import DeskLedger
+from kit.share.judge.plans import MOST_SLEEPS, sleeps_in_a_row
 from kit.share.simulated import Devices, simulate
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few

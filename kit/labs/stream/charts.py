@@ -23,7 +23,7 @@ from kit.draw.style import COLOURS, Look
 from kit.labs.stream import tables
 from kit.results import NotMeasured, Row, Run
 from kit.results.units import ROW, amount, counted
-from kit.stream.history import BY_START, BY_TARGET
+from kit.stream.judge.history import BY_START, BY_TARGET
 from kit.stream.ports import PARTS, TrainerCall, calls, sync_spans
 from kit.stream.ports import TRAINER as TRAINING
 from kit.stream.settings import SAMPLERS

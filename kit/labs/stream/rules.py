@@ -37,8 +37,8 @@ from kit.results.rules import (
 )
 from kit.results.units import counted
 from kit.stream import judge
-from kit.stream.history import ABORTING, LoopLedger, pipelines
-from kit.stream.waiting import waiting_for
+from kit.stream.judge.history import ABORTING, LoopLedger, pipelines
+from kit.stream.judge.waiting import waiting_for
 
 ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]

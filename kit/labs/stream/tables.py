@@ -18,7 +18,7 @@ import pandas as pd
 from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
 from kit.results.frames import event_rows, events_of, rows_of
 from kit.stream.curves import LoopCurves
-from kit.stream.history import ENDS
+from kit.stream.judge.history import ENDS
 from kit.stream.ports import PARTS, TRAINER, Meter, covered, drifted, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")

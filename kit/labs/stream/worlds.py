@@ -23,8 +23,8 @@ from kit.loop.runner import Stalled, made_core
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, Violations, settle
 from kit.stream import core
-from kit.stream.history import LoopLedger
 from kit.stream.judge import RULES, resume_equals
+from kit.stream.judge.history import LoopLedger
 from kit.stream.settings import SAMPLERS, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, simulate
 from kit.target import load_callable

@@ -14,7 +14,7 @@ from kit.labs.share import ledgers as recorded
 from kit.labs.share.lab import ShareConfig
 from kit.results import Row, create_run
 from kit.results.records import NOTEBOOK
-from kit.share.books import DeskLedger
+from kit.share.judge.books import DeskLedger
 from kit.share.state import Cluster
 from kit.stream.simulated import Durations
 from tests.labs.share.conftest import share

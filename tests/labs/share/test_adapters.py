@@ -27,8 +27,8 @@ from kit.megatron.lora import initial_adapter
 from kit.results import Row
 from kit.results.rules import judge, settle
 from kit.results.run import to_frame
-from kit.share.books import DeskLedger
-from kit.share.judge import progress_true
+from kit.share.judge.books import DeskLedger
+from kit.share.judge.progress import progress_true
 from kit.stream import core
 from kit.stream.adapters import Reports, ReportsByAdapter
 from kit.stream.generation import StreamState, StreamTurn

@@ -10,7 +10,7 @@ from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
 from kit.labs.share.lab import LAB
 from kit.labs.share.scenarios import SCENARIOS
 from kit.labs.share.simulated import REPLACED_AFTER_DEATH, SCENES
-from kit.share.books import SPECIFIED
+from kit.share.judge.specified import SPECIFIED
 from kit.share.planner import PLANNERS
 from kit.target import replaced
 from tests.labs.parts import failed, passed, why

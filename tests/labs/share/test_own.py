@@ -22,9 +22,11 @@ from kit.labs.share.worlds import ShareWorlds
 from kit.loop import limit
 from kit.loop.explore import play, world_of
 from kit.loop.messages import Command, Event
-from kit.share.books import SPECIFIED, DeskLedger
 from kit.share.core import HANDLERS, Scheduler, settle_desk
-from kit.share.judge import ON_PURPOSE, no_deadlock, no_starvation
+from kit.share.judge.books import ON_PURPOSE, DeskLedger
+from kit.share.judge.ends import no_deadlock
+from kit.share.judge.requests import no_starvation
+from kit.share.judge.specified import SPECIFIED
 from kit.share.member import Desk, Pipeline
 from kit.share.planner import PLANNERS, View
 from kit.share.state import DeskState, DeskTurn

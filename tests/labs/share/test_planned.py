@@ -12,7 +12,7 @@ from kit.labs.share import tables
 from kit.labs.share.drive import simulate_alone, simulate_pipelines
 from kit.labs.share.planned import planned_work
 from kit.loop.messages import Memory
-from kit.share.books import DeskLedger
+from kit.share.judge.books import DeskLedger
 from kit.train.draws import reward_wait_s
 from tests.labs.share.conftest import share, simulated
 

@@ -8,7 +8,7 @@ import inspect
 from kit.labs.share import ports
 from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
 from kit.stream import live
-from kit.stream.backed import TO
+from kit.stream.judge.backed import TO
 
 BOTH = {"prepare", "reset", "vacate", "sync", "end"}
 

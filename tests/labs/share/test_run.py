@@ -18,8 +18,8 @@ from kit.results.frames import events_of
 from kit.results.rules import settle
 from kit.share import judge
 from kit.share.member import Member
-from kit.stream.history import LoopLedger
-from kit.stream.judge import publish_before_use
+from kit.stream.judge.history import LoopLedger
+from kit.stream.judge.publication import publish_before_use
 from kit.train.draws import answer_length, tool_stalls
 from tests.holdings import holdings, wait_for
 from tests.labs.share.conftest import share

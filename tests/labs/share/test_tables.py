@@ -15,7 +15,7 @@ from kit.labs.share.drive import together
 from kit.labs.share.lab import ShareConfig
 from kit.labs.share.simulated import AS_CONFIGURED
 from kit.results import NotMeasured
-from kit.share.books import Books, WaitingRequest
+from kit.share.judge.books import Books, WaitingRequest
 from kit.view import named
 from tests.labs.share import runs
 from tests.labs.share.runs import BY_HAND, make

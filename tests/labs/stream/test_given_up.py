@@ -12,7 +12,7 @@ from kit.labs.stream.lab import LAB
 from kit.labs.stream.rules import ledger, no_length_bias
 from kit.results import Verdict
 from kit.results.rules import NotMeasured
-from kit.stream.history import LoopLedger
+from kit.stream.judge.history import LoopLedger
 from tests.labs.parts import failed, passed
 from tests.labs.simulated import run
 

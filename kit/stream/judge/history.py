@@ -10,7 +10,7 @@ from typing import Any
 
 from kit.errors import BadInput
 from kit.results.ledger import Ledger, by_cores
-from kit.results.records import Id, Row
+from kit.results.records import Id, Row, value_in_words
 from kit.results.rules import Missing
 
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
@@ -315,3 +315,21 @@ def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
         if name in row.ids:
             groups[row[name]].append(row)
     return groups
+
+
+def listed(row: Row, name: str = "groups") -> Sequence[str]:
+    """What a row lists, such as its groups, as texts: a group may have a name."""
+    return [text for text in value_in_words(row[name]).split(",") if text]
+
+
+def kept_steps(ledger: LoopLedger) -> list[StepRows]:
+    """The step that a loop which ended by an error trained last: it need not clear it."""
+    return [step for step in ledger.steps if step.of("trained")][-1:] if ledger.error else []
+
+
+def kept_groups(ledger: LoopLedger) -> set[Id]:
+    return {row["group"] for step in kept_steps(ledger) for row in step.of("trained")}
+
+
+def limits_age(ledger: LoopLedger) -> bool:
+    return ledger.setting("sampler") not in NO_AGE_LIMIT and ledger.stated("limits") != "start"

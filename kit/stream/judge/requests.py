@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.stream.history import ANSWERS, LoopLedger
+from kit.stream.judge.history import ANSWERS, LoopLedger
 
 ENOUGH = 40  # requests that had a choice; fewer may all have gone to busy replicas by chance
 CROWDED = 0.9  # 0: each to the least busy replica, about 0.5: at random, 1: each to the busiest one

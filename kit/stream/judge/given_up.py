@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.stream.history import BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, by, ends_group
+from kit.stream.judge.history import BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, by, ends_group
 
 BEGINS = ("reserved", "selected", "begin")  # rows of a loop that continues
 

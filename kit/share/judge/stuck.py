@@ -8,7 +8,7 @@ from typing import Any
 from kit.results.ledger import is_note
 from kit.results.records import Row, numbers
 from kit.results.units import counted
-from kit.share.books import RUNS_ON, TRAINER_CALLS, Books, DeskLedger, Request, cluster_of, replica_of, request_of
+from kit.share.judge.books import RUNS_ON, TRAINER_CALLS, Books, DeskLedger, Request, cluster_of, replica_of, request_of
 
 MOST_NAMED = 4  # devices, or those who hold them; of more only the first
 WITH_ANSWER = ("register", "admit", "acquire", "planned_release", "resize", "unregister")

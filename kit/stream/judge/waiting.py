@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kit.results.records import Id, Row
 from kit.results.units import counted
-from kit.stream.history import LoopLedger, ends_group, open_sync
+from kit.stream.judge.history import LoopLedger, ends_group, open_sync
 
 # Calls to the trainer, which `done` or `error` answers. Not read from the core, since that is judged.
 CALLS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")

@@ -14,7 +14,7 @@ from kit.results.progress import GroupTally
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
-from kit.stream.history import ENDS, LoopLedger
+from kit.stream.judge.history import ENDS, LoopLedger
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed", "chosen"}
