@@ -310,7 +310,9 @@ class Mover:
             raise KitError(f"{', '.join(self.away)} are already off the device: restore them first")
         items = [item for item in self.items() if item.kind in wanted]
         if fixed := [item.name for item in items if not item.storage.resizable()]:
-            raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
+            raise KitError(
+                f"the storage of {fixed[0]} cannot be resized, so it cannot be released (on a CPU `.numpy()` forbids it)"
+            )
         before, start = process_memory(), time.perf_counter()
         kept = [item for item in items if elsewhere is not None and elsewhere.covers(item)]
         moving = [item for item in items if item not in kept]

@@ -247,3 +247,18 @@ def test_a_wait_for_a_moment_that_has_passed_takes_no_time() -> None:
     assert clock.wait(-3.0)
     assert clock.wait(0.5)
     assert waited == [0.0, 0.5]
+
+
+class StatesSettings(Asks):
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        notes = (
+            Command(name, "ledger", self.pipeline, window=9) for name in ("capacity", "begins", "noted", "resumed")
+        )
+        return 0, (*notes, self.ask(0))
+
+
+def test_the_first_rows_of_a_loop_are_not_its_cores_to_state() -> None:
+    clock, ledger = VirtualClock(), Memory()
+    Runner({"a": StatesSettings(1, pipeline="a")}, {"port": simulated(clock)}, clock=clock, ledger=ledger).run()
+    assert [row.event for row in ledger] == ["begins", "noted", "ask", "answer", "ended"]
+    assert [row.at for row in ledger] == [*range(5)]

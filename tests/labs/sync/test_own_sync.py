@@ -219,6 +219,15 @@ class CallsWithoutAStart(Calls):
             self.ctx.receiver.update_weights(tensors.items())
 
 
+class ByNumpy(Broadcasts):
+    """Sends copies that numpy made of the live weights."""
+    def sync(self, version, targets):
+        live = self.ctx.full_tensors() if self.ctx.role == "trainer" else ()
+        sent = {name: torch.from_numpy(tensor.cpu().numpy().copy()) for name, tensor in live}
+        self.expand(version, targets, sent)
+        self.kept = sent
+
+
 class Session(Broadcasts):
     """The engine closes the gate."""
     def write(self, version, tensors):
@@ -256,6 +265,7 @@ def _mine(_places: None) -> Iterator[None]:
         ("mine:Named", APART),
         ("mine:Named", {**APART, "ranks": 4, "pp": 2, "kv_scales": True}),
         ("mine:Calls", {**SMALL, **VLLM}),
+        ("mine:ByNumpy", SMALL),
         ("mine:Session", {**SMALL, "receiver": "kit.sync.protocols:SglangSession"}),
     ],
 )

@@ -250,8 +250,8 @@ def raised(scene: FailingScene, batch: Batch) -> None:
         ways["interrupt in microbatch"] = lambda: broken_microbatch(scene, batch, KeyboardInterrupt)
     for after, breaks in ways.items():
         swallowed = breaks() is None
-        if swallowed and after == "error in microbatch" and scene.config.pp > 1:
-            scene.step.abort()  # a batch without keys may be taken as no rows
+        if after == "error in microbatch" and scene.config.pp > 1 and (swallowed or takes_more(scene, batch)):
+            scene.step.abort()
             continue
         scene.note("error_swallowed", int(swallowed), after=after)
         scene.note_hooks(after)
@@ -263,6 +263,11 @@ def raised(scene: FailingScene, batch: Batch) -> None:
         scene.step.abort()
     scene.note_changed("error_changed", before)
     scene.note("error_ticked", int(scene.step.version != version))
+
+
+def takes_more(scene: FailingScene, batch: Batch) -> bool:
+    """Whether the step goes on after a batch without keys: it may be taken as no rows, or be refused before anything has changed."""
+    return raised_by(lambda: scene.feed(batch)) is None
 
 
 def broken_microbatch(scene: FailingScene, batch: Batch, kind: type[BaseException]) -> BaseException | None:

@@ -156,6 +156,12 @@ def ranks_of(config: SyncConfig, *, sleeping: bool | None = None) -> tuple[int, 
     )
 
 
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that own code may export. `.cpu()` makes no copy on a CPU, and `.numpy()` then forbids for ever that the storage is resized,
+    as the trainer's is when it is offloaded: this one has the same memory and a storage of its own."""
+    return torch.from_dlpack(tensor.detach()) if tensor.device.type == "cpu" else tensor  # type: ignore[attr-defined]
+
+
 class OwnTrainer(SyncTrainer):
     """A rank of the trainer. Your code is called on all of them."""
 
@@ -179,8 +185,9 @@ class OwnTrainer(SyncTrainer):
                 following = next(tensors, None)
             if following is None:
                 return
-            if not (isinstance(self.own, Labelled) and following[0].endswith(shards.SCALES)):  # which it gets by name
-                yield following
+            name, tensor = following
+            if not (isinstance(self.own, Labelled) and name.endswith(shards.SCALES)):  # which it gets by name
+                yield name, lent(tensor)
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.update_truth()
