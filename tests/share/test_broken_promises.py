@@ -91,6 +91,14 @@ def test_a_request_that_is_repeated_keeps_its_place(first: str, noted: bool) -> 
     assert ("granted out of turn" in found(rows, "priority_kept")) == (first == "b")
 
 
+@pytest.mark.parametrize(("asks_first", "wrong"), [(True, False), (False, True)])
+def test_a_request_may_be_noted_after_the_plan_that_its_turn_makes(asks_first: bool, wrong: bool) -> None:
+    asked, noted = ({**row, "core": "desk"} if row["event"] == "acquire" else row for row in asks("a", "training"))
+    rows = [LIMITS, *joins("a", trainer=(0,)), *([asked] if asks_first else [])]
+    rows += [*gives("a", "training", 1, 0)[:1], noted, *gives("a", "training", 1, 0)[1:]]
+    assert ("granted out of turn" in found(rows, "priority_kept")) == wrong
+
+
 @pytest.mark.parametrize("event", ["withdrawn", "expired"])
 def test_a_request_that_the_desk_says_is_over_keeps_its_place(event: str) -> None:
     rows = [

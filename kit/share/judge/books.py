@@ -164,12 +164,13 @@ class DeskLedger(Ledger):
         return after.after(replace(row, metric="queued")) if row.at in self._not_noted else after
 
     def _requests_not_noted(self) -> Iterator[int]:
-        """The rows of requests for devices that no `queued` follows before their grant: they wait from the first."""
+        """The rows of requests for devices that no `queued` follows before their grant, or follows in the same turn, perhaps after its
+        plan: they wait from the first."""
         open_: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for row in self.of("acquire", "queued", "granted"):
             key = row.who, cluster_of(row)
             if row.event == "queued":
-                open_[key] = []
+                yield from (at for at in open_.pop(key, []) if self.turn[at] == self.turn[row.at])
             elif row.event == "granted":
                 yield from open_.pop(key, [])
             elif row.at not in self.refused:
