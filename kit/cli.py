@@ -40,7 +40,7 @@ from kit.results.records import flat, output_file, read_json, to_json, user_path
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, save_settings, write_junit
 from kit.results.runtable import run_frame, sweep_frame
-from kit.results.units import ROW, columns
+from kit.results.units import ROW, columns, counted
 from kit.results.verdict import MARKS
 from kit.trackers import TRACKERS, USAGE
 
@@ -497,19 +497,18 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
         verdicts = [{"check": name, "base": was, "run": now_shown, "why": rows[1].why if rows[1] else ""}
                     for (name, *rows), (was, now_shown) in zip(answers, words, strict=True)]  # fmt: skip
         rows = moved[moved["run"] == run.id]
-        count, differ, kinds = results.outcomes(base, run) if comparison.same_lab else (0, 0, "")
-        data["runs"].append(
-            {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": json_rows(rows)}
-        )
-        lines.append(f"\n{names[run.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
+        compared_outcomes = results.outcomes(base, run)
+        total, differ, _, single = compared_outcomes if comparison.same_lab else (0, 0, "", 0)
+        answer = {"run": run.id, "verdicts": verdicts, "outcomes": total, "differ": differ, "in_one_run": single}
+        data["runs"].append({**answer, "changed": json_rows(rows)})
+        lines.append(f"\n{names[run.id]}\n{counted(len(verdicts), 'check') if verdicts else 'no check'} changed")
         if verdicts:
             cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
             lines.append(columns(cells, width=terminal_width()))
-        if count:
-            lines.append(f"{differ} of {count} {kinds} differ")
-        lines.append(
-            f"{len(rows)} numbers changed by more than the spread" + (", largest against it first" if len(rows) else "")
-        )
+        if total or single:
+            lines.append(str(compared_outcomes))
+        first = ", largest against it first" if len(rows) else ""
+        lines.append(f"{counted(len(rows), 'number')} changed by more than the spread{first}")
         if len(rows):
             lines.append(table_text(compact(rows.head(COMPARED_ROWS)), dict.fromkeys(("base", "value"), ROW)))
         if len(rows) > COMPARED_ROWS:
@@ -535,7 +534,13 @@ def load_all(words: Sequence[Path | None]) -> list[results.Run]:
     """Return runs by folder or id: the newest finished one by default, and all runs of a sweep."""
     from kit.public import runs_of
 
-    return [kit.load(path) for folder in map(folder_of, words or [None]) for path in runs_of(folder)]
+    paths = [path for folder in map(folder_of, words or [None]) for path in runs_of(folder)]
+    others = [path for path in paths if path.is_dir() and not (path / "run.json").exists()]
+    if len(others) < len(paths):  # such as the folder of Worlds beside the runs
+        for path in others:
+            print(f"kit: {path} is left out: it is not a run", file=sys.stderr)
+        paths = [path for path in paths if path not in others]
+    return [kit.load(path) for path in paths]
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -10,6 +14,27 @@ from pathlib import Path
 from typing import Any
 
 OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
+
+
+KIT = Path(__file__).resolve().parent
+LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+
+
+def raised_in_words(error: BaseException) -> str:
+    """An error in one line, with the line of own code that raised it; without one, that of the library."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:  # raised by the import, about this line
+        frames.append((Path(error.filename), error.lineno))
+    loading = (
+        Path(importlib.__file__),
+        Path("<frozen importlib._bootstrap>"),
+        Path("<frozen importlib._bootstrap_external>"),
+    )
+    outside = [place for place in frames if not place[0].is_relative_to(KIT) and place[0] not in loading]
+    own = [place for place in outside if not any(place[0].is_relative_to(library) for library in LIBRARIES)]
+    where = "".join(f" ({file.name}, line {line})" for file, line in (own or outside)[-1:])
+    message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
 
 
 def is_target(text: object) -> bool:
@@ -37,6 +62,15 @@ def load_callable(target: str) -> Callable[..., Any]:
         raise TypeError(f"{target} is not callable")
     call: Callable[..., Any] = found
     return call
+
+
+def refusal(target: str) -> str:
+    """Why code cannot be loaded; empty if it can."""
+    try:
+        load_callable(target)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a person's module may raise anything, or be a script that ends itself
+        return raised_in_words(error)
+    return ""
 
 
 @contextmanager
@@ -81,7 +115,6 @@ def shipped(name: str) -> Path:
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         return checkout / name
-    import sys
     from importlib.metadata import PackageNotFoundError, files
 
     try:

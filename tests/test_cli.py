@@ -509,6 +509,13 @@ def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
     assert max(map(len, lines)) <= 100
     assert "there are no records" in out
     assert "no check changed\n0 numbers changed by more than the spread" in out
+    (worlds := tmp_path / "worlds").mkdir()  # a World's folder, beside the runs
+    assert main(["compare", *map(str, (one, worlds, two))]) == 0
+    said = capsys.readouterr()
+    assert f"kit: {worlds} is left out: it is not a run" in said.err
+    assert "1 check changed" in said.out
+    assert main(["compare", str(worlds), str(worlds)]) == 2
+    assert "is not a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -541,7 +548,7 @@ def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> N
     out, _ = cli("compare", *folders)
     assert out.splitlines()[1] == "cycles: 1 / 2"
     assert "warning:" not in out
-    assert "digests" in out
+    assert "0 of 2 digests differ; 2 more are in one run only" in out
     info = json.loads((folders[1] / "run.json").read_text())
     (folders[1] / "run.json").write_text(json.dumps({**info, "lab": "mine"}))
     out, _ = cli("compare", *folders)

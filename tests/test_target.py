@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
-from kit.target import replaced
+from kit.target import raised_in_words, refusal, replaced
 
 
 class Base:
@@ -45,3 +49,35 @@ def test_a_name_that_is_gone_replaces_nothing(place: str, wrong: str) -> None:
     ):
         pass
     assert Heir.limit == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = (1,\n", "SyntaxError: '(' was never closed (mine.py, line 1)"),
+        ("import helper\n", "KeyError: 'cfg' (helper.py, line 2)"),
+        ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere' (mine.py, line 1)"),
+        ("raise SystemExit(2)\n", "SystemExit: 2 (mine.py, line 1)"),
+        ("X = 3\n", "TypeError: mine:X is not callable"),
+        ("X = print\n", ""),
+    ],
+)
+def test_why_code_cannot_be_loaded(source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "helper.py").write_text("known = {}\nknown['cfg']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine", "helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert refusal("mine:X") == words
+    for name in ("mine", "helper"):
+        sys.modules.pop(name, None)
+
+
+def test_a_missing_module_has_no_line() -> None:
+    assert refusal("nowhere:X") == "ModuleNotFoundError: No module named 'nowhere'"
+
+
+def test_an_error_within_a_library_names_the_line_that_called_it() -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads("{")
+    assert raised_in_words(raised.value).endswith("(test_target.py, line 82)")

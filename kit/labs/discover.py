@@ -109,7 +109,7 @@ import importlib.util, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
 """
-PROBE = f'{WITH_KIT}runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])'
+PROBE = f'{WITH_KIT}sys.exit(runpy.run_path(sys.argv[2])["refusal"](sys.argv[3]))'
 FIND = f"""{WITH_KIT}
 module = sys.argv[3].partition(":")[0]
 if importlib.util.find_spec(module) is None:
@@ -397,11 +397,10 @@ def check_target(
     come tries it if there is one, so that what it imports is imported once."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
+    why: str | None
     if not python:
-        try:
-            targets.load_callable(target)
-        except (Exception, SystemExit) as error:  # a module may be a script that ends itself
-            raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
+        if why := targets.refusal(target):
+            raise BadInput(f"{name}={target} cannot be loaded here: {why}")
         return
     why = None
     if config is not None and not env:

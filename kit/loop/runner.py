@@ -10,28 +10,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import sysconfig
 import time
-import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
 from kit.loop.limit import returned
 from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
 from kit.results.records import Row
-from kit.target import load_callable
+from kit.target import load_callable, raised_in_words
 
 Answers = Iterable[tuple[float, Event]]  # each after so many seconds
 Answer = Callable[[Command], Answers]
 
 S = TypeVar("S")
 Made = TypeVar("Made")
-KIT = Path(__file__).parents[1]
-LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 ITSELF = "runner"
 BEGINS = "begins"  # the row before a core's first commands
 OPENING = ("capacity", "resumed", BEGINS)  # a loop's first rows, which are not the core's to state
@@ -77,12 +72,7 @@ class CoreRaised(KitError):  # noqa: N818 - reads as what happened
 
 
 def core_raised(at: str, error: Exception) -> CoreRaised:
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    # None if the core takes other arguments, or returns anything but a state and commands.
-    outside = [(file, line) for file, line in frames if not file.is_relative_to(KIT)]
-    own = [(file, line) for file, line in outside if not any(file.is_relative_to(place) for place in LIBRARIES)]
-    where = "".join(f" ({file.name}, line {line})" for file, line in (own or outside)[-1:])
-    return CoreRaised(f"{at} raised {type(error).__name__}: {error}{where}")
+    return CoreRaised(f"{at} raised {raised_in_words(error)}")
 
 
 def made_core(target: str, *given: Any) -> Any:

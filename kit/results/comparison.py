@@ -193,21 +193,27 @@ def _against_spread(table: pd.DataFrame) -> pd.Series[float]:
 
 
 class ComparedOutcomes(NamedTuple):
-    """How many outcomes two runs have, how many of them differ, and what they are: "losses and digests"."""
+    """How many outcomes both runs have, how many of these differ, what they are ("losses and digests"), and how many only one run has."""
 
     total: int
     differ: int
     kinds: str
+    single: int = 0
+
+    def __str__(self) -> str:
+        single = f"; {self.single} more {'is' if self.single == 1 else 'are'} in one run only" if self.single else ""
+        return f"{self.differ} of {self.total} {self.kinds} differ{single}"
 
 
 def outcomes(base: Run, run: Run) -> ComparedOutcomes:
     """Compare to the last bit. NaN always differs."""
     before, after = (_outcomes(of_run) for of_run in (base, run))
-    keys = {*before, *after}
-    differ = sum(_differ(before.get(key), after.get(key)) for key in keys)
-    found = {kind for kind, *_ in keys}
+    keys = before.keys() & after.keys()
+    differ = sum(_differ(before[key], after[key]) for key in keys)
+    found = {kind for kind, *_ in before.keys() | after.keys()}
     *kinds, last = [kind for kind in dict.fromkeys(OUTCOMES.values()) if kind in found] or [""]
-    return ComparedOutcomes(len(keys), differ, f"{', '.join(kinds)} and {last}" if kinds else last)
+    words = f"{', '.join(kinds)} and {last}" if kinds else last
+    return ComparedOutcomes(len(keys), differ, words, len(before.keys() ^ after.keys()))
 
 
 def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
@@ -220,10 +226,8 @@ def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
     return dict(zip(keys, zip(rows["text"], rows["value"].tolist(), strict=True), strict=True))
 
 
-def _differ(before: tuple[str, float] | None, after: tuple[str, float] | None) -> bool:
-    """Whether an outcome is missing in one run, or differs. Equal texts may both have no value; NaN without a text always differs."""
-    if before is None or after is None:
-        return True
+def _differ(before: tuple[str, float], after: tuple[str, float]) -> bool:
+    """Whether an outcome differs. Equal texts may both have no value; NaN without a text always differs."""
     (text, value), (other_text, other_value) = before, after
     if text != other_text:
         return True

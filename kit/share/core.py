@@ -70,6 +70,7 @@ from kit.share.state import (
     Plan,
     Request,
 )
+from kit.target import raised_in_words
 
 
 class Scheduler:
@@ -130,7 +131,7 @@ def start(t: DeskTurn, planner: Planner) -> None:
     try:
         plan = make_plan(t, planner, t.settings.devices, t.settings.pipelines)
     except Exception as error:  # noqa: BLE001 - any exception of a planner ends the run with the planner's name
-        t.error = f"the planner {t.settings.planner} raised {type(error).__name__}: {error}"
+        t.error = f"the planner {t.settings.planner} raised {raised_in_words(error)}"
         return
     if not plan:
         return

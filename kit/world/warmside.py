@@ -217,7 +217,7 @@ def look_and_exit(order: Message, answer: int) -> NoReturn:
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else error.code is not None)
     except BaseException as error:  # noqa: BLE001 - a person's module may raise anything
-        why = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        why = target.raised_in_words(error)
     os.write(answer, why.encode(errors="backslashreplace"))
     os._exit(0)
 

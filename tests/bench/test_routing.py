@@ -28,6 +28,7 @@ class MadeUp:
     ("routed", "seen", "reported"),
     [
         (True, [(10, 0), (10, 2), (10, 0)], (2.0, 3, "10 numbers in each turn")),
+        (True, [(10, 0, "", 1)] * 3, (1.0, 3, "10 numbers in each turn")),
         (True, [(10, 0)] * 3, (0.0, 3, "10 numbers in each turn")),
         (True, [(0, 0)] * 3, (None, 0, "not measured: the runs have no comparable number")),
         (False, [(10, 0)] * 3, (None, 0, "not measured: rank 1: 3 of 4 groups")),
@@ -39,7 +40,7 @@ def test_one_turn_that_differs_is_enough(
     turns = iter(seen)
     monkeypatch.setattr(routing, "routed_run", lambda *_: MadeUp(routed=routed))
     monkeypatch.setattr(routing, "phase_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(routing, "outcomes", lambda *_: next(turns))
+    monkeypatch.setattr(routing, "outcomes", lambda *_: (*next(turns), "", 0)[:4])
     bench: Any = types.SimpleNamespace(config=types.SimpleNamespace(turns=3))
     frame = frame_of(routing.compare_routed(bench))
     rows = {row["what"]: row for row in sample_rows(frame, RULES, {})}

@@ -46,7 +46,7 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     assert rows(on)["routing_effective"] == {0: 1.0, 1: 1.0}
     assert rows(on)["routing_groups"] == {0: 5.0, 1: 5.0}
     assert on.provenance["routing"]["effective"] is True
-    assert outcomes(off, on) == (2, 0, "digests")
+    assert outcomes(off, on) == (2, 0, "digests", 0)
     # Off behaves as if the setting did not exist.
     assert not rows(off)
     assert "routing" not in off.provenance

@@ -84,13 +84,14 @@ def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
     assert outcomes(base, run("the same", 1.0, 2.0, grad_norm=3.0))[:2] == (4, 0)
     assert outcomes(base, base).kinds == "losses, gradient norms and digests"
     digests = Run(make_run([record(metric="digest", value=None, text="ab")], "digests"))
-    assert outcomes(digests, digests) == (1, 0, "digests")
+    assert outcomes(digests, digests) == (1, 0, "digests", 0)
     assert outcomes(base, run("another text", 1.0, 2.0, grad_norm=3.0, digest="ac"))[:2] == (4, 1)
     assert outcomes(base, run("other ids", 1.0, 2.0, grad_norm=math.nextafter(3.0, 4.0), digest="ac"))[:2] == (4, 2)
     assert outcomes(base, run("last bit", 1.0, math.nextafter(2.0, 3.0), grad_norm=3.0))[:2] == (4, 1)
-    assert outcomes(base, run("no longer", 1.0, grad_norm=3.0))[:2] == (4, 1)
+    shorter = outcomes(base, run("no longer", 1.0, grad_norm=3.0))
+    assert str(shorter) == "0 of 3 losses, gradient norms and digests differ; 1 more is in one run only"
     assert outcomes(base, run("nan", 1.0, math.nan, grad_norm=3.0))[:2] == (4, 1)
-    assert outcomes(Run(make_run([record()], "none")), Run(make_run([record()], "nor here"))) == (0, 0, "")
+    assert outcomes(Run(make_run([record()], "none")), Run(make_run([record()], "nor here"))) == (0, 0, "", 0)
 
 
 def test_only_what_changed_by_more_than_the_spread_is_reported(make_run, record):

@@ -276,7 +276,8 @@ def test_a_planner_that_raises_ends_the_desk_with_its_name() -> None:
 
     reported = Drive(planner=broken).join("a", **TRAINER_0).do("acquire", "a", kind="generation")
     assert message(reported, "error", "ended") == [("error", "a"), ("ended", "desk")]
-    assert reported[-1].error == "the planner gap-ratio raised KeyError: 'share'"
+    place = r"\(test_core\.py, line \d+\)"
+    assert re.fullmatch(f"the planner gap-ratio raised KeyError: 'share' {place}", reported[-1].error)
 
 
 def test_a_replica_that_cannot_wake_is_lost_and_one_that_cannot_sleep_ends_everything() -> None:

@@ -160,7 +160,6 @@ LIES: dict[str, tuple[Lie, str]] = {
     "selected without a note": (without("selected"), "was not selected for the step"),
     "two steps at once": (with_note("selected", "selected", step=9), "is still open"),
     "rows that stay": (without("discard"), "left on the trainer"),
-    "limits of its own": (with_note("selected", "capacity", window=9), "`capacity`.*written after the loop began"),
     "an order to the ledger": (to("discard", "ledger"), "`discard`.*sent to no port, not to the port trainer"),
 }  # fmt: skip
 DROPS = replace(PLAIN, sampler="windowed", places=12, slots=12)  # some groups end without being trained

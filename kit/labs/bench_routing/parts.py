@@ -35,12 +35,12 @@ def compare_routed(bench: Bench) -> Iterator[Samples]:
         if missed := [row.why for row in on.verdict() if row.check == "routing_effective" and not row.passed]:
             yield from not_measured(missed[0])
             return
-        compared, differing = outcomes(off, on)[:2]
+        compared, differing, _, single = outcomes(off, on)
         if not compared:
             yield from not_measured("the runs have no comparable number")
             return
         note = f"{compared} numbers in each turn"
-        yield Samples(what=NUMBERS, values=[float(differing)], metric="numbers_differ", unit="1", note=note)
+        yield Samples(what=NUMBERS, values=[float(differing + single)], metric="numbers_differ", unit="1", note=note)
         for phase in PHASES:
             above, below = phase_seconds(on, phase), phase_seconds(off, phase)
             yield ratios("on_over_off", f"{phase}, time on over off", [above], [below], unit="ratio")

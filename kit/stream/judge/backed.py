@@ -28,7 +28,6 @@ TO = {
     "ended": "runner",
 }
 # Opening notes, before the first event; the controller's caller writes the first two.
-BEFORE = ("capacity", "resumed", "joined")
 
 
 def notes_backed(ledger: LoopLedger) -> Violations:
@@ -42,7 +41,7 @@ def notes_backed(ledger: LoopLedger) -> Violations:
 
 
 def _genuine(ledger: LoopLedger) -> Iterator[str]:
-    """No note may have the name of an event or a command, and opening notes come before the first event."""
+    """No note may have the name of an event or a command, and replicas join before the first event."""
     begun = False
     for row in ledger.rows:
         begun = begun or ("core" in row.ids and row.event != "begins")
@@ -50,7 +49,7 @@ def _genuine(ledger: LoopLedger) -> Iterator[str]:
             yield f"{row}: no port reported it"
         elif row.event in TO and "core" not in row.ids and row.get("to") != TO[row.event]:
             yield f"{row}: sent to {row.get('to', 'no port')}, not to the port {TO[row.event]}"
-        elif row.event in BEFORE and begun and is_note(row):
+        elif row.event == "joined" and begun and is_note(row):
             yield f"{row}: written after the loop began"
 
 

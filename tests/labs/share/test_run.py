@@ -16,7 +16,7 @@ from kit.labs.share.drive import clusters, controller, scheduler
 from kit.results import Row
 from kit.results.frames import events_of
 from kit.results.rules import settle
-from kit.share import judge
+from kit.share.judge.pipelines import pipeline_rows
 from kit.share.member import Member
 from kit.stream.judge.history import LoopLedger
 from kit.stream.judge.publication import publish_before_use
@@ -176,7 +176,7 @@ def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
 def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
     rows = ledger(run, "shared")
     for name in PIPELINES:
-        found = settle(publish_before_use(LoopLedger(judge.pipeline_rows(rows, name))))
+        found = settle(publish_before_use(LoopLedger(pipeline_rows(rows, name))))
         assert not found.value, found.why
 
 
