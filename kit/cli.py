@@ -56,7 +56,6 @@ ELSEWHERE = ("started", "machine", "sweep")
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 SETTINGS_SUFFIXES = (".yaml", ".yml")
 WIDTH = 100  # of tables that go into a pipe or a file
-PICKED = 16  # more there for each column that a person picks
 MOST_MINUTES = 7 * 24 * 60
 
 
@@ -211,7 +210,10 @@ def benches(**_: Any) -> list[str]:
 def labs(args: argparse.Namespace) -> CommandAnswer:
     if args.lab is None:
         lines = {name: lab.summary for name, lab in tagged(args.tag).items()} | discover().broken
-        return CommandAnswer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
+        others = sorted(discover().labs.keys() - lines.keys())
+        rest = f"\n\nbeside them, for other commands: {', '.join(others)}" if others and not args.tag else ""
+        facts = [{"lab": name, "summary": text} for name, text in lines.items()]
+        return CommandAnswer(facts, columns(lines.items()) + rest)
     lab = find(args.lab)
     rows = [
         {
@@ -335,7 +337,7 @@ def run_lab(
             print(f"kit: the run broke: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             status, error = 130, "interrupted"
-            print("kit: interrupted; the ranks are ended", file=sys.stderr)
+            print("kit: stopped; the ranks are ended", file=sys.stderr)
     made = kit.load(lab.dir)
     verdict = made.stored_verdict()  # for a broken run, as far as its records go
     lines = [repr(verdict)] if verdict is not None else []
@@ -357,7 +359,8 @@ def unmeasured_notes(run: results.Run, verdict: results.Verdict | None, *, stric
     if strict and nulls:
         return [f"not measured, which --strict counts as failed: {', '.join(row.check for row in nulls)}"]
     if verdict is not None and len(nulls) == len(verdict):
-        return ["nothing was measured, so nothing passed"]
+        advice = "; give --lab NAME for a lab's checks, or record with Recorder(DIR, observe=True)"
+        return [f"nothing was measured, so nothing passed{'' if verdict else advice}"]
     own = suspect_in(run.config, None)
     needed = run.cycles_needed() if nulls and own and "cycles" in run.config else {}
     if short := [row for row in nulls if row.check in needed]:
@@ -422,7 +425,7 @@ def run_list(rows: list[dict[str, Any]], frame: pd.DataFrame, nothing: str = "")
     if "verdict" in cells:
         answers = [str(row["verdict"]).partition(",")[0] for row in rows if row["answer"] != "not judged"]
         least[list(cells).index("verdict")] = max(map(len, [*answers, "verdict"])) + 1
-    return facts, columns(table, width=terminal_width(WIDTH + PICKED * len(picks)), least=least)
+    return facts, columns(table, width=terminal_width(0), least=least)
 
 
 def label_command(args: argparse.Namespace) -> CommandAnswer:
@@ -668,11 +671,11 @@ def bench_command(args: argparse.Namespace) -> CommandAnswer:
 
 
 def explore_command(args: argparse.Namespace) -> CommandAnswer:
-    from kit.exploration import explore, replay
+    from kit.exploration import explorable, explore, replay
     from kit.labs.discover import from_text
     from kit.view.progress import told_on_terminal
 
-    settings = from_text(find(args.lab), pairs("--set", args.set))
+    settings = from_text(explorable(args.lab), pairs("--set", args.set))
     if args.replay is not None:
         failure = replay(args.lab, args.replay, fault=args.fault, out=args.out, **settings)
         text = f"{failure.rule}: {failure.why}" if failure.rule else "no rule failed"
@@ -742,6 +745,7 @@ def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
 
 
 def terminal_width(otherwise: int = WIDTH) -> int:
+    """`otherwise` of a pipe; 0 cuts nothing."""
     return shutil.get_terminal_size((otherwise, 0)).columns
 
 

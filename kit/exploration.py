@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput, KitError, hint
 from kit.labs.definition import Definition, Fault, as_settings, fields, in_a_notebook
 from kit.labs.discover import check_target, discover, find, find_fault, rules_of
 from kit.labs.explored import FAILED_WORLDS
@@ -342,11 +342,12 @@ def power(lab: str, seeds: int = SEEDS, **options: Any) -> Iterator[Power]:
 
 
 def explorable(lab: str) -> Definition:
-    definition = find(lab)
-    if not definition.worlds:
-        names = [name for name, known in discover().labs.items() if known.worlds]
+    names = [name for name, known in discover().labs.items() if known.worlds]
+    if lab not in names and lab in discover().labs:
         raise BadInput(f"lab {lab!r} has no random worlds; explore {' or '.join(names)}")
-    return definition
+    if lab not in names and lab not in discover().broken:
+        raise BadInput(f"unknown lab {lab!r}; {hint(lab, names)}")
+    return find(lab)
 
 
 def own_settings(definition: Definition) -> tuple[str, ...]:

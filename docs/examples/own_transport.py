@@ -3,7 +3,6 @@ kit run sync --set transport=docs.examples.own_transport:Files"""
 
 import mmap
 import os
-from typing import Any
 
 import torch
 
@@ -11,10 +10,6 @@ from kit.sync.transports import Transport
 
 
 class Files(Transport):
-    def __init__(self, ctx: Any) -> None:
-        super().__init__(ctx)
-        print(f"{ctx.name} is a {ctx.role} of {len(ctx.sizes)} buckets with links to {', '.join(ctx.links)}")
-
     def send(self, index: int, buffer: torch.Tensor) -> None:
         """Sender: send a bucket to every receiver. `ahead` waits until no receiver is more than three buckets behind."""
         self.ahead(index)

@@ -14,6 +14,7 @@ from kit.results import NotMeasured, Run, Verdict
 from kit.results.frames import Source, gpu_numbers, source
 from kit.results.units import counted
 
+CONTROL = "control"  # the phase that a lab repeats without the code under test, before all cycles
 BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
 SEPARATE = 4  # up to this many ranks are drawn one by one; more are drawn as one cloud
 NAMED = 10  # cycles on an axis of steps that have numbers
@@ -144,10 +145,10 @@ def lines_apart(table: pd.DataFrame, owner: str) -> pd.DataFrame:
 
 
 def stretches(order: Sequence[tuple[int, str]], cycles: Sequence[int]) -> dict[int, list[int]]:
-    """The longest stretch of neighbouring steps of each of these cycles: a control has the same numbers elsewhere."""
+    """The longest stretch of neighbouring steps of each of these cycles, without a control, which has the same numbers elsewhere."""
     longest: dict[int, list[int]] = {}
     for cycle, steps in itertools.groupby(enumerate(order), key=lambda step: step[1][0]):
-        places = [place for place, _ in steps]
+        places = [place for place, (_, phase) in steps if phase != CONTROL]
         if cycle in cycles and len(places) >= len(longest.get(cycle, [])):
             longest[cycle] = places
     return dict(sorted(longest.items()))
@@ -155,7 +156,7 @@ def stretches(order: Sequence[tuple[int, str]], cycles: Sequence[int]) -> dict[i
 
 def cycles_of(order: Sequence[tuple[int, str]]) -> list[int]:
     """Cycle 0 of a lab is what is done once, such as its end; in a loop that counts from 0 it has phases that come again."""
-    steps = [(cycle, phase) for cycle, phase in order if phase != BASELINE]
+    steps = [(cycle, phase) for cycle, phase in order if phase not in (BASELINE, CONTROL)]
     again = {phase for cycle, phase in steps if cycle}
     return sorted({cycle for cycle, phase in steps if cycle or not again or phase in again})
 

@@ -832,6 +832,8 @@ def save_settings(settings: Mapping[str, Any], path: str | Path, about: str) -> 
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
+    if Path(path).suffix.lower() != ".json":
+        raise BadInput(f"{Path(path).name!r} has no known ending; a trace is written as .json")
     target = output_file(path)
     write_text(target, to_json(trace(run)) + "\n")
     return target

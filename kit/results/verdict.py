@@ -88,11 +88,13 @@ def beside_mark(why: str) -> str:
     return why.removeprefix("not measured: ")
 
 
-def tally(rows: Iterable[VerdictRow]) -> str:
-    """The numbers of checks; a check with parts counts once."""
+def tally(rows: Sequence[VerdictRow]) -> str:
+    """The numbers of checks; a check with parts counts once, and its rows are named if more of them fail."""
     heads = without_parts(rows)
     failed, unmeasured, passed = (sum(row.passed is answer for row in heads) for answer in MARKS)
-    return f"{failed} failed, {passed} passed, {unmeasured} not measured" if heads else "no checks"
+    lines = sum(row.passed is False for row in rows)
+    beside = f" ({lines} rows)" if lines > failed else ""
+    return f"{failed} failed{beside}, {passed} passed, {unmeasured} not measured" if heads else "no checks"
 
 
 def measured_of(rows: Sequence[VerdictRow], *, ended: bool = False) -> str:

@@ -153,6 +153,8 @@ class RankMagics(Magics):
             raise UsageError(f"%ranks {action}: no World is open; a %%ranks cell starts one")
         for name in names:
             if action == "pull":
+                if not all(world.eval(f"{name!r} in globals()")):
+                    raise UsageError(f"%ranks pull: the ranks have no variable {name!r}")
                 self._names[name] = world.eval(f"{name}.tolist() if hasattr({name}, 'tolist') else {name}")
             elif name not in self._names:
                 raise UsageError(f"%ranks push: the notebook has no variable {name!r}")

@@ -42,7 +42,8 @@ MOST = 200  # rows of a table on the page; a filter finds the others
 GRID_SHEET = """
 .kit-grid { overflow:auto; max-height:34em; }
 .kit-grid table { border-collapse:collapse; font-size:.92em; font-variant-numeric:tabular-nums; }
-.kit-grid th { position:sticky; text-align:left; top:0; background:var(--jp-layout-color0, Canvas); }
+.kit-grid th, .kit-grid td { text-align:left !important; }
+.kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
 RECORDS = "records"  # the table of every record

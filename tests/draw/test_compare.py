@@ -140,3 +140,11 @@ def test_a_loop_may_count_from_zero() -> None:
 
 def test_a_run_without_cycles_has_one() -> None:
     assert cycles_of([(0, "baseline"), (0, "offload"), (0, "reload")]) == [0]
+
+
+@pytest.mark.parametrize(("measured", "cycles"), [(0, []), (1, [1]), (2, [1, 2])])
+def test_cycles_that_only_the_control_has_had_are_not_counted(measured: int, cycles: list[int]) -> None:
+    order = [(0, "baseline"), *((cycle, "control") for cycle in (1, 2, 3))]
+    order += [(cycle, phase) for cycle in range(1, measured + 1) for phase in ("make", "destroy")]
+    assert cycles_of(order) == cycles
+    assert [*stretches(order, cycles_of(order))] == cycles

@@ -435,3 +435,20 @@ def test_tensors_that_somebody_keeps() -> None:
     assert live_bytes() - before == 8000
     del kept
     assert live_bytes() == before
+
+
+class Tombstone:
+    """In the place of a released group: every use raises, also of a name that it does not have."""
+
+    __slots__ = ("name", "unset")
+
+    def __init__(self, name: str, kept: torch.Tensor) -> None:
+        self.name = [name, kept]
+
+    def __getattr__(self, what: str) -> Any:
+        raise RuntimeError(f"{self.name[0]} is released; {what} needs a reload first")
+
+
+def test_tensors_are_found_past_an_object_whose_every_use_raises() -> None:
+    state = TensorState(job={"group": Tombstone("tp", torch.ones(3)), "weight": torch.zeros(5)})
+    assert sorted(tensor.tensor.numel() for tensor in state.tensors) == [3, 5]

@@ -195,9 +195,8 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
 
 
 def keeps_groups(config: Mapping[str, Any]) -> str:
-    if not config.get("release_groups"):
-        return "trainers keep their process groups; use release_groups=true"
-    return no_ranks(config)
+    keeps = "release_groups" in config and not config["release_groups"]
+    return "trainers keep their process groups; use release_groups=true" if keeps else no_ranks(config)
 
 
 def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:

@@ -310,6 +310,8 @@ def death_named_in_time(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 
 def no_rehearsal(config: Mapping[str, Any]) -> str:
+    if "simulated" not in config:
+        return "only a run of the lab rehearses this"
     if config["simulated"]:
         return ""
     if "rehearse" not in phases_in(config):
@@ -330,7 +332,7 @@ def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     why = (
         f"no end: {', '.join(phase for phase, _ in stuck)}; {waiting}"
         if stuck
-        else f"all {len(begun)} loops ended on their own"
+        else f"{counted(len(begun), 'loop')} ended without help"
     )
     return Measured(float(len(stuck)), why)
 

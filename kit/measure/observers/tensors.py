@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kit.measure.observers.births import is_group
+from kit.measure.observers.births import attributes, is_group
 from kit.measure.phase import shared_bytes, shared_spans
 
 KINDS = ("weights", "grads", "optimizer", "other")
@@ -80,9 +80,16 @@ def children_of(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(enumerate(value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
-    named = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
-    namespace = getattr(value, "__dict__", None)
-    return [*named, *namespace.items()] if isinstance(namespace, dict) else named
+    named = [(name, child) for name in slots if not name.startswith("__") for child in _slot(value, name)]
+    return [*named, *attributes(value).items()]
+
+
+def _slot(value: Any, name: str) -> list[Any]:
+    """What is in a slot, if anything is. Its class may raise any error for a name that it does not have."""
+    try:
+        return [object.__getattribute__(value, name)]
+    except AttributeError:
+        return []
 
 
 def _named(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -108,7 +115,7 @@ class TensorState:
         for path, value in tensors:
             if isinstance(value, torch.optim.Optimizer):
                 self._settings |= _settings_of(path, value)
-            elif not {*COUNTS_OF_SCHEDULES}.isdisjoint(own := getattr(value, "__dict__", {})):
+            elif not {*COUNTS_OF_SCHEDULES}.isdisjoint(own := attributes(value)):
                 self._settings |= {f"{path}.{name}": item for name, item in own.items() if _is_plain(item)}
         self.tensors = [
             Tensor(path, self._kinds.get(_storage(value), "other"), value)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from kit.results.records import Row
 from kit.results.rules import Missing, Violations
+from kit.results.units import counted
 from kit.share.judge.books import Books, DeskLedger, cluster_of, need
 
 
@@ -47,7 +48,7 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
         raise Missing("the ledger has no `planned_release` or `release` of generation")
     unanswered = [row for rows in open_.values() for row in rows if row.at > died.get(row.who, -1)]
     yield from (f"{row} has no answer" for row in unanswered if ledger.of("ended"))
-    return f"{count} planned releases"
+    return counted(count, "planned release")
 
 
 def not_asleep(row: Row, books: Books) -> Iterator[str]:

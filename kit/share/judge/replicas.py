@@ -46,7 +46,7 @@ def routed_to_awake(ledger: DeskLedger) -> Violations:
             published.add(replica)
         elif row.event == "sent" and replica not in awake & published:
             yield f"{row}: the replica {'has no weights' if replica in awake else 'is asleep'}"
-    return f"{len(sent)} requests"
+    return counted(len(sent), "request")
 
 
 def drained_before_sleep(ledger: DeskLedger) -> Violations:
@@ -59,7 +59,7 @@ def drained_before_sleep(ledger: DeskLedger) -> Violations:
             asleep.discard(replica_of(row))
         elif row.event in ("started", "tokens", "completed") and "replica" in row.ids and replica_of(row) in asleep:
             yield f"{row}: the replica is asleep"
-    return f"{count} times a replica fell asleep"
+    return f"replicas fell asleep {counted(count, 'time')}"
 
 
 def empty_set_suspends(ledger: DeskLedger) -> Violations:

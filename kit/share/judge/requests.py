@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kit.results.records import Row
 from kit.results.rules import Missing, Violations
+from kit.results.units import counted
 from kit.share.judge.admission import is_held_back, without_held_back
 from kit.share.judge.books import ON_PURPOSE, RUNS_ON, Books, DeskLedger, cluster_of, need, need_plans, replica_of
 from kit.share.judge.demand import could_be_served, is_needy
@@ -31,7 +32,7 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
     yield from (f"{row} is refused, but nothing speaks against it" for row in refused_needlessly(ledger))
     yield from answered_twice(ledger)
     yield from stranded_requests(ledger)
-    return f"{count} requests"
+    return counted(count, "request")
 
 
 def unanswered_resizes(ledger: DeskLedger, patience: float) -> Iterator[str]:

@@ -260,8 +260,6 @@ class SplitSide:
         )
         for metric, value, text, ids in rehearsals.rehearse_all(scene).found:
             self.record(metric, value, text=text, **ids)
-            if value:
-                print(f"rehearse: {metric} {ids} is {value:g} {text}")
         if self.config.model == KIT_MODEL:
             self._step_below_the_clip_limit()
 
