@@ -109,7 +109,7 @@ import importlib.util, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
 """
-PROBE = f'{WITH_KIT}sys.exit(runpy.run_path(sys.argv[2])["refusal"](sys.argv[3]))'
+PROBE = f'{WITH_KIT}sys.exit(runpy.run_path(sys.argv[2])["refusal"](sys.argv[3]) or 0)'
 FIND = f"""{WITH_KIT}
 module = sys.argv[3].partition(":")[0]
 if importlib.util.find_spec(module) is None:

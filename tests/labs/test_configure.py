@@ -227,8 +227,8 @@ def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str)
     [
         ("stream", "sampler=nope:X", "ModuleNotFoundError: No module named 'nope'"),
         ("stream", "sampler=json:Missing", "AttributeError: module 'json' has no attribute 'Missing'"),
-        ("stream", "sampler=raises_on_import:X", "RuntimeError: boom"),
-        ("stream", "sampler=ends_on_import:X", "SystemExit: 4"),
+        ("stream", "sampler=raises_on_import:X", "RuntimeError: boom (raises_on_import.py, line 1)"),
+        ("stream", "sampler=ends_on_import:X", "SystemExit: 4 (ends_on_import.py, line 1)"),
         ("stream", "implementation=nope:X", "ModuleNotFoundError: No module named 'nope'"),
         ("share", "planner=nope:X", "ModuleNotFoundError: No module named 'nope'"),
     ],

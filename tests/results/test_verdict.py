@@ -343,7 +343,7 @@ def test_several_answers_are_several_rows():
     ]
     assert [row.why for row in verdict[:4]] == ["2 of 4 fail; worst: two", "one", "two", "not measured: three"]
     # A check with parts counts once, in both summaries.
-    assert verdict.summary() == "1 failed, 1 passed, 0 not measured"
+    assert verdict.summary() == "1 failed (3 rows), 1 passed, 0 not measured"
     assert measured_of(without_parts(verdict)) == "1 failed, 2 of 2 measured"
     assert {row.limit for row in verdict[:5]} == {10.0}
     assert exit_code(verdict) == 1

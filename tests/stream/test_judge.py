@@ -1049,7 +1049,7 @@ DEVICES = {"event": "acquire", "kind": "training"}, {"event": "granted", "kind":
     [
         (DISPATCH, 0, -1, False),
         (DISPATCH, 0, 2, True),  # the step could have begun after the hold
-        (DISPATCH, 2, -1, True),  # and before this one
+        (DISPATCH, 4, -1, True),  # and before this one
         (DEVICES, 0, -1, False),
         (DEVICES, 2, -1, False),
         (DEVICES, 0, 2, True),
@@ -1960,3 +1960,15 @@ def test_a_request_begins_with_the_version_that_its_replica_published_last(
     rows.append(("started", {"group": 0, "sample": 0, "replica": 0, "version": version}))
     why = violations(ledger_of(*rows)).get("publish_before_use", "")
     assert ("published version 1 there" in why) is falls_back
+
+
+@pytest.mark.parametrize(("order", "wrong"), [("as completed", True), ("by start", False)])
+def test_a_batch_may_be_trained_in_the_order_of_start(order: str, wrong: bool) -> None:
+    """The oldest group of a batch is its straggler. A core that trains by start has to wait for it, another one has not."""
+    rows = System(fault="waits-for-all", groups=4, slow=(0,), steps=1).run()
+    if order == "as completed":
+        first, last = some(rows, "selected"), some(rows, "selected", 3)
+        rows[first], rows[last] = (
+            {**rows[at], "group": rows[other]["group"]} for at, other in ((first, last), (last, first))
+        )
+    assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong

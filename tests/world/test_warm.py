@@ -293,7 +293,7 @@ def test_code_is_looked_up_afresh_each_time(tmp_path: Path, monkeypatch: Any) ->
     mine = tmp_path / "mine.py"
     for text, why in (
         ("import torch\nprint('loud')\ndef make(): ...", ""),
-        ("raise ValueError('two\\nlines')", "lines"),
+        ("raise ValueError('two\\nlines')", "ValueError: two (mine.py, line 1)"),
         ("import sys; sys.exit(3)", "it exited with status 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it was killed by SIGKILL"),
         ("make = 5  # no function", "TypeError: mine:make is not callable"),

@@ -9,7 +9,7 @@ from statistics import median
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.stream.judge.history import BY_START, GATED, REACTION, LoopLedger, StepRows, ends_sync
+from kit.stream.judge.history import BY_START, BY_TARGET, GATED, REACTION, LoopLedger, StepRows, ends_sync
 
 BETWEEN_TURNS = 0.05  # seconds at most between two looks of another system's controller at its groups
 
@@ -34,7 +34,7 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             last = rows[-1]
-            could = _after_waits(waits, ledger.rows[max(free, _enough(ledger, rows, least).at)], last)
+            could = _after_waits(waits, ledger.rows[max(free, _enough(ledger, step, rows, least).at)], last)
             if last.time > could.time + reaction and last.at > could.at and not _in_one_turn(ledger, could.at, last):
                 judged += 1
                 if start.at > last.at:
@@ -90,12 +90,14 @@ def _last_completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
     return sorted((rows[-1] for rows in completions if rows), key=lambda row: row.at)
 
 
-def _enough(ledger: LoopLedger, completions: list[Row], least: int) -> Row:
+def _enough(ledger: LoopLedger, step: StepRows, completions: list[Row], least: int) -> Row:
     """The completion after which a step may begin. Another sampler than the kit's may train groups in the order in which they were
-    reserved."""
-    if ledger.setting("sampler") in (*GATED, *BY_START):
-        return completions[least - 1]
+    reserved, and within the batch of a version so may another core, as the step then shows."""
+    sampler = ledger.setting("sampler")
     begun = {row["group"]: row.at for row in ledger.by_event["reserved"]}
+    taken = [begun.get(row["group"], 0) for row in step.of("selected") or step.of("trained")]
+    if sampler in (*GATED, *BY_START) and (sampler not in BY_TARGET or taken != sorted(taken)):
+        return completions[least - 1]
     in_order = sorted(completions, key=lambda row: begun.get(row["group"], 0))
     return max(completions[least - 1], *in_order[:least], key=lambda row: row.at)
 

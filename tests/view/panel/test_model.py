@@ -221,7 +221,9 @@ def test_code_that_the_kernel_cannot_load_makes_its_setting_invalid_until_it_is_
     monkeypatch.syspath_prepend(str(tmp_path))
     model = PanelModel(find("stream"))
     model.set("sampler", "slow_boom:X")
-    assert model.problems == {"sampler": "sampler=slow_boom:X cannot be loaded here: RuntimeError: boom"}
+    assert model.problems == {
+        "sampler": "sampler=slow_boom:X cannot be loaded here: RuntimeError: boom (slow_boom.py, line 2)"
+    }
     assert Path("imports").read_text().count("imported") == 1  # a person waits for it
     model.set("sampler", "nope:X")
     assert model.values["sampler"] == "nope:X"
