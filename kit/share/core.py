@@ -39,6 +39,8 @@ What a desk in place of this one has to know:
   which trains again once the next has requested generation. Each of the two waits has that limit. `config.operation_ms` is the limit of a
   shrink or an expand; with `config.watchdog_ms` a pipeline that has neither replicas nor progress is asked for again (`queued`), or
   gets replicas without a second grant.
+- A replica that falls asleep loses what it has generated of a group. Pipelines that are given each other's last replica at every look,
+  before one of them can finish a group, never end: `no_thrash` and `no_deadlock` see it.
 - Write notes where they belong among the orders: `plan` before them, `commit` after them. The operations in a plan's note name replicas
   for generation ("a.generation:0,1") and devices for the rest ("b.trainer:3"). `demand` lists the pipelines that reported progress. The
   notes `clusters`, `admission_limit`, `queued`, `expired` and `withdrawn` may be left out.

@@ -409,6 +409,21 @@ def test_a_request_that_the_admission_holds_back_gets_no_devices_planned_for_the
     assert ("granted", "a") in message(d.do("acquire", "b", kind="generation"), "granted")
 
 
+@pytest.mark.parametrize(("noted", "moves", "wrong"), [(False, True, False), (True, True, True), (False, False, True)])
+def test_a_desk_that_notes_no_request_may_ask_again_for_a_pipeline_without_replicas(
+    noted: bool, moves: bool, wrong: bool
+) -> None:
+    """a has its one replica, which sleeps for b's trainer or not, and is granted generation a second time."""
+    asked = asks("b", "training")[: 2 if noted else 1]
+    rows = [SLOW, *joins("a", generation=(0,)), *joins("b", trainer=(0,)), *begins("a", 0, 0), *asked]
+    if moves:
+        rows += [desk("plan", 2, (1,), shrinks="a.generation:0", grants="b.trainer:0"), *sleeps("a", 0, 0)]
+        rows += [granted("b", "training", 0), desk("commit", 2, (1,)), of("b", "release", kind="training")]
+        rows += [desk("plan", 3, (0, 1), expands="a.generation:0"), *wakes("a", 0, 0)]
+    rows.append(granted("a", "generation", 0, cluster="generation"))
+    assert ("no request waits for it" in found(rows, "no_request_lost")) == wrong
+
+
 # -- resizes ----------------------------------------------------------------------------------------------------------------
 
 

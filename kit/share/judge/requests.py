@@ -90,7 +90,10 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     repeated: Counter[tuple[str, Any]] = Counter()  # requests while an equal one waits: each may be granted too
     joined: dict[tuple[str, Any], Row] = {}
     shows_who_wakes = bool(ledger.of("expanded"))
+    asked_again: set[str] = set()  # a desk may ask for a pipeline that lost all its replicas, without the note `queued`
     for row, books in ledger.replay():
+        if not ledger.by_event["queued"]:
+            asked_again |= {name for name in books.generating if not books.active.get(name)}
         # A pipeline notes itself that a replica joined: only the desk's command counts.
         serves = "to" in row.ids if row.event == "joined" else row.event == "granted" and row["kind"] == "generation"
         if serves and shows_who_wakes and row.who in books.clusters and not is_awake(row, books):
@@ -98,6 +101,8 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
             if repeated[row.who, row.get("kind")]:
                 repeated[row.who, row.get("kind")] -= 1
+            elif row.get("kind") == "generation" and row.who in asked_again:
+                asked_again.discard(row.who)
             else:
                 yield f"{row}: no request waits for it"
         elif row.event == "acquire" and row.at not in first:
