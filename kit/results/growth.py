@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from kit.machine import MIB
 from kit.nccl import SHARED_GPU
 from kit.results.frames import Source, sharing, source
-from kit.results.rules import Measured, Missing, NotMeasured, Rule, TooFewCycles, incomplete, null, rule, select
+from kit.results.rules import (
+    Measured,
+    Missing,
+    NotMeasured,
+    Rule,
+    TooFewCycles,
+    incomplete,
+    null,
+    rule,
+    select,
+    suspect_in,
+)
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -86,11 +97,12 @@ def compared(metric: str, before: tuple[float, str], now: tuple[float, str], whe
     return f"{metric}: {was:.9g}{unit} after {base}, {is_now:.9g}{unit} after {place} ({increase:+.9g}{unit}; {where})"
 
 
-def largest(*metrics: str, after: str, base: str = "", until: str = "") -> Measure:
+def largest(*metrics: str, after: str, base: str = "", until: str = "", once: bool = False) -> Measure:
     """The largest of these counts after a phase of any cycle, or with `base` the largest increase since that phase.
 
     With `until`, the phase that follows the last cycle, a value counts only as far as the next cycle has it too. A leak stays, while on a
-    busy machine one rank once had an extra socket in one cycle of 20."""
+    busy machine one rank once had an extra socket in one cycle of 20. With `once`, your own code may make in the first of several cycles
+    what it needs for all."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         import pandas as pd
@@ -111,6 +123,11 @@ def largest(*metrics: str, after: str, base: str = "", until: str = "") -> Measu
             if rows["before"].isna().any():
                 incomplete(f"{', '.join(kinds)} were not recorded on every rank after {base}")
             rows = rows.dropna(subset="before")
+            if once and suspect_in(config, None):
+                first = rows[rows["cycle"] == rows["cycle"].min()].set_index(["metric", "rank"])["value"].rename("made")
+                made = rows.join(first, on=["metric", "rank"])["made"]
+                later = rows["cycle"] > rows["cycle"].min()
+                rows = rows.assign(before=rows["before"].clip(lower=made))[later | ~later.any()]
         return worst(rows, base)
 
     return measure

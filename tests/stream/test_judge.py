@@ -1972,3 +1972,10 @@ def test_a_batch_may_be_trained_in_the_order_of_start(order: str, wrong: bool) -
             {**rows[at], "group": rows[other]["group"]} for at, other in ((first, last), (last, first))
         )
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
+
+
+@pytest.mark.parametrize(("said", "wrong"), [({"error": "a replica died"}, False), ({}, True)])
+def test_a_loop_that_ends_with_an_error_says_which(said: dict[str, str], wrong: bool) -> None:
+    rows = System(steps=1).run()
+    rows[-1] = {**rows[-1], "why": "error", **said}
+    assert ("does not say what failed" in violations(rows).get("ends_cleanly", "")) == wrong

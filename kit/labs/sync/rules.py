@@ -676,6 +676,11 @@ def trainer_restored(frame: pd.DataFrame, config: Config) -> Measured:
     return worst(rows)
 
 
+def trainer_untouched(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does your synchroniser leave the trainer's mode, gradients, random numbers and torch's settings alone?"""
+    return worst(select(frame, metric="trainer_touched"))
+
+
 def weights_once(frame: pd.DataFrame, config: Config) -> Measured:
     """Does an offloaded trainer keep its weights on the host once?
 
@@ -802,6 +807,7 @@ RULES = (
     rule(sleepers_release),
     rule(delta_bytes, limit=2, unit="ratio", cycles=2, when=lambda config: config["delta"] != "off"),
     rule(trainer_restored),
+    rule(trainer_untouched, when=lambda config: bool(config.get("implementation"))),
     rule(weights_once, limit=copies_allowed, unit="copies", cannot=has_other_copies),
     rule(failure_is_clean),
     Rule(

@@ -17,6 +17,8 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
     why = end.get("why")
     if why not in ("done", "exhausted", "error"):
         yield f"{end} states why={why!r}; it must be done, exhausted or error"
+    if why == "error" and not end.get("error"):
+        yield f"{end} does not say what failed (`error`)"
     for row in ledger.rows[end.at + 1 :]:
         if row.event in ("ended", "reserved", "sent", "selected", "begin", "bumped", "hold"):
             yield f"{row}: the loop had already ended in row {end.at}"

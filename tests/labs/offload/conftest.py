@@ -36,6 +36,29 @@ class Moves:
     def restore(self, state):
         self.mover.restore()
 
+class StartsAThreadOnce(Moves):
+    """Right: a pool and a file that the first reload makes and every later one uses."""
+    pool = None
+    def restore(self, state):
+        import tempfile
+        from concurrent.futures import ThreadPoolExecutor
+        if self.pool is None:
+            self.pool, self.file = ThreadPoolExecutor(1), tempfile.TemporaryFile()
+        self.pool.submit(int).result()
+        super().restore(state)
+
+class StartsAThreadEachTime(StartsAThreadOnce):
+    def restore(self, state):
+        super().restore(state)
+        self.kept = [*getattr(self, "kept", []), (self.pool, self.file)]
+        self.pool = None
+
+class LeavesSettings(Moves):
+    def restore(self, state):
+        import torch
+        super().restore(state)
+        torch.backends.cudnn.benchmark = True
+
 class Retries(Whole):
     """Right: promises that a failed reload can be tried again, as the kit's can."""
     retries = True

@@ -31,6 +31,23 @@ def test_the_documented_mover_alone_leaves_no_descriptor(offload: Offload) -> No
 
 @pytest.mark.slow
 @pytest.mark.drawn(2, of="own code")
+@pytest.mark.parametrize(
+    ("code", "fails"),
+    [
+        ("StartsAThreadOnce", set()),
+        ("StartsAThreadEachTime", {"threads_return", "fds_return", "nothing_piles_up"}),
+        ("LeavesSettings", {"random_unchanged"}),
+    ],
+)
+def test_what_a_reload_leaves_in_the_process(offload: Offload, code: str, fails: set[str]) -> None:
+    verdict = offload(implementation=f"mine:{code}", groups=False, cycles=4).verdict()
+    assert failed(verdict) == fails
+    if code == "LeavesSettings":
+        assert "torch.backends.cudnn.benchmark" in why(verdict, "random_unchanged")
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(2, of="own code")
 def test_a_reload_that_fails_is_rehearsed_where_own_code_says_that_it_may_be_retried(offload: Offload) -> None:
     silent = offload(implementation="mine:Whole").verdict()
     assert why(silent, "restore_failure_is_clean").startswith(

@@ -511,3 +511,29 @@ def test_what_an_earlier_rehearsal_left_changed_is_still_seen() -> None:
 @pytest.mark.parametrize(("step", "repeated"), [(Step, 0), (StoresCopies, 0), (RunsAgain, 2)])
 def test_forward_passes_are_counted(step: Any, repeated: int) -> None:
     assert found(step, rehearsals.forward_passes) == [repeated]
+
+
+class Reseeds(Step):
+    """Every microbatch begins with the same random numbers."""
+
+    def microbatch(self, data: Batch) -> None:
+        torch.manual_seed(1234)
+        super().microbatch(data)
+
+
+class PutsRandomNumbersBack(Step):
+    """After a step that was finished, as an abort does."""
+
+    def begin(self, *args: Any) -> None:
+        self.generator = torch.get_rng_state()
+        super().begin(*args)
+
+    def finish(self) -> StepResult:
+        result = super().finish()
+        torch.set_rng_state(self.generator)
+        return result
+
+
+@pytest.mark.parametrize(("step", "repeats"), [(Step, 0), (Reseeds, 1), (PutsRandomNumbersBack, 2)])
+def test_random_numbers_that_repeat_after_a_step(step: Any, repeats: int) -> None:
+    assert found(step, rehearsals.draws) == [repeats]

@@ -219,6 +219,16 @@ class CallsWithoutAStart(Calls):
             self.ctx.receiver.update_weights(tensors.items())
 
 
+class Disturbs(Broadcasts):
+    """Right on the replicas; the trainer trains on in another mode, with other random numbers."""
+    def sync(self, version, targets):
+        super().sync(version, targets)
+        if self.ctx.role == "trainer":
+            for chunk in self.ctx.chunks:
+                chunk.eval()
+            torch.manual_seed(1234 + version)
+
+
 class ByNumpy(Broadcasts):
     """Sends copies that numpy made of the live weights."""
     def sync(self, version, targets):
@@ -297,6 +307,7 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
         ("mine:KeepsTheOldCopy", "bit_exact", "tensors_differ"),
         ("mine:KeepsWhatArrived", "no_second_copy", "after base"),
         ("mine:PublishesNothing", "no_double_bump", "version"),
+        ("mine:Disturbs", "trainer_untouched", "training mode"),
         ("mine:PublishesThoughItFailed", "failure_is_clean", "failures without an error"),
         ("mine:LeavesAFileOpen", "failure_is_clean", "file descriptors left behind: 1 (rank"),
     ],

@@ -22,7 +22,7 @@ from kit.labs.offload.ranks import oracle, rehearsals
 from kit.labs.offload.ranks.job import JobContext, context_for
 from kit.labs.offload.ranks.oracle import Steps, unequal
 from kit.labs.offload.ranks.releaser import KitReleaser, around, make_releaser, reported
-from kit.labs.offload.ranks.watch import JobWatch, any_rank
+from kit.labs.offload.ranks.watch import JobWatch, any_rank, generators_and_settings
 from kit.labs.rankside import Context, digest_of_hashes
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import (
@@ -199,7 +199,7 @@ class Offload:
         """Record everything again after a reload, random numbers first."""
         self.ctx.record("unchecked", int(not self.config.hashes))
         if self.config.groups or self.config.kinds:
-            self._count("generators_moved", unequal(self.watch.random, observe.random_state()))
+            self._count("generators_moved", unequal(self.watch.random, generators_and_settings()))
 
         moved, options, stale = self.watch.after_reload(**self._roots())
         self._count("membership_changed", moved)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
+from kit.measure.observers.settings import settings_now
 from kit.measure.observers.tensors import Print, Samples
 from kit.measure.phase import resource_counts
 from kit.megatron import observe
@@ -17,6 +18,10 @@ from kit.megatron.handles import c10d
 from kit.nccl import unbound
 
 new_group, destroy_process_group = dist.new_group, dist.destroy_process_group  # torch's own, before any patch
+
+
+def generators_and_settings() -> dict[str, str]:
+    return {**observe.random_state(), **{name: str(value) for name, value in settings_now().items()}}
 
 
 class JobWatch:
@@ -47,7 +52,7 @@ class JobWatch:
         self._seen.ranks = self._ranks
         self.old = observe.remember()
         self._world = weakref.ref(births.world())
-        self.random = observe.random_state()
+        self.random = generators_and_settings()
 
     def late(self, changed: set[str], dropped_grads: bool) -> list[str]:
         """What is as before the release now, and was not when the reload returned."""

@@ -26,6 +26,7 @@ from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import NOTHING_SEEN, true_counts
 from kit.measure.observers.births import Births
+from kit.measure.observers.settings import SETTINGS, settings_now
 from kit.measure.observers.tensors import live_bytes, live_graphs
 from kit.measure.phase import resource_counts
 from kit.megatron import observe, split
@@ -33,35 +34,6 @@ from kit.train.protocol import Batch, Loss, Misuse, StepResult, cuts, valid
 
 HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
-
-
-# How torch computes in this process, which a step may change only while it is open.
-SETTINGS: dict[str, Callable[[], object]] = {
-    "torch.is_grad_enabled()": torch.is_grad_enabled,
-    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
-    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
-    "torch.is_autocast_enabled('cpu')": lambda: torch.is_autocast_enabled("cpu"),
-    "torch.is_autocast_enabled('cuda')": lambda: torch.is_autocast_enabled("cuda"),
-    "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_default_device()": torch.get_default_device,
-    "torch.get_num_threads()": torch.get_num_threads,
-    "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-}
-
-
-def settings_now() -> dict[str, object]:
-    return {name: setting(read) for name, read in SETTINGS.items()}
-
-
-def setting(read: Callable[[], object]) -> object:
-    """None if torch cannot report it: its old and new names were mixed."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,12 +144,14 @@ class DrawingLoss(WrappedLoss):
 
     armed = False
     raised = False
+    drew = False
     kind: type[BaseException] = RehearsedError
 
     def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         torch.rand(1)
         torch.rand(1, device=logprobs.device)
         observe.draw_from_tracker(logprobs.device)
+        self.drew = True
         value = super().__call__(logprobs, batch, **counts)
         if self.armed:
             self.raised = True
@@ -193,6 +167,7 @@ def rehearse_all(made: FailingScene) -> FailingScene:
         many_calls,
         nothing_valid,
         aborted,
+        draws,
         raised,
         not_finite,
         groups_of_steps,
@@ -228,6 +203,20 @@ def aborted(scene: FailingScene, batch: Batch) -> None:
     scene.note("abort_ticked", int(scene.step.version != version))
     scene.whole(batch)
     scene.note("abort_next_differs", differs_from_control(scene, batch))
+
+
+def draws(scene: FailingScene, batch: Batch) -> None:
+    """Two steps whose loss draws random numbers: no step may put the generators back, or set them to the same state as another one."""
+    seen, loss = [scene.backend.state(scene.job)["random"]], DrawingLoss(scene.loss)
+    for _ in range(2):
+        scene.begin(loss)
+        scene.feed(batch)
+        scene.step.finish()
+        seen.append(scene.backend.state(scene.job)["random"])
+    repeats = len(seen) - len({*seen}) if loss.drew else 0  # not every stage of a pipeline computes the loss
+    scene.note(
+        "state_unseen", repeats, "a step after which random numbers repeat" if repeats else "", rehearsal="draws"
+    )
 
 
 def differs_from_control(scene: FailingScene, batch: Batch) -> int:

@@ -23,7 +23,8 @@ from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.scenes import REFILL
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.megatron import shards
+from kit.measure.observers.settings import settings_now
+from kit.megatron import observe, shards
 from kit.megatron.scales import scale_values
 from kit.sync.buckets import Key
 from kit.sync.cache import BASE
@@ -197,11 +198,14 @@ class OwnTrainer(SyncTrainer):
         self.count()
 
     def deliver(self, version: int, targets: Sequence[Target], *, asleep: bool = False) -> Report | None:
+        before = self.beside_weights()
         log, began = SyncLog(), time.time()
         log.event("begin")
         with log.stage("send"):
             (self.own.expand if asleep else self.own.sync)(version, tuple(target.rank for target in targets))
         log.event("end")
+        touched = [name for name, value in self.beside_weights().items() if value != before[name]]
+        self.ctx.record("trainer_touched", len(touched), text=", ".join(touched))
         self.synced = version
         if self.sends:
             numbers = {
@@ -213,6 +217,16 @@ class OwnTrainer(SyncTrainer):
                 self.ctx.record(metric, number, unit)
             self.record_log(log, began)
         return None
+
+    def beside_weights(self) -> dict[str, object]:
+        """What training goes on with, beside the weights: a sync only reads them."""
+        chunks = self.job.chunks
+        state: dict[str, object] = {**settings_now(), **observe.random_state()}
+        state["training mode"] = [module.training for chunk in chunks for module in chunk.modules()]
+        if not self.job.mover.away:
+            grads = [getattr(weight, "main_grad", weight.grad) for chunk in chunks for weight in chunk.parameters()]
+            state["gradients"] = [sha256(grad) for grad in grads if grad is not None]
+        return state
 
     def end(self, cycle: int) -> None:
         close_own(self.own)
