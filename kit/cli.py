@@ -211,7 +211,11 @@ def labs(args: argparse.Namespace) -> CommandAnswer:
     if args.lab is None:
         lines = {name: lab.summary for name, lab in tagged(args.tag).items()} | discover().broken
         others = sorted(discover().labs.keys() - lines.keys())
-        rest = f"\n\nbeside them, for other commands: {', '.join(others)}" if others and not args.tag else ""
+        rest = (
+            f"\n\n`kit doctor --deep` and `kit bench` run others: {', '.join(others)}"
+            if others and not args.tag
+            else ""
+        )
         facts = [{"lab": name, "summary": text} for name, text in lines.items()]
         return CommandAnswer(facts, columns(lines.items()) + rest)
     lab = find(args.lab)
@@ -336,7 +340,7 @@ def run_lab(
             error = without_advice(str(broke))
             print(f"kit: the run broke: {error}", file=sys.stderr)
         except KeyboardInterrupt:
-            status, error = 130, "interrupted"
+            status, error = 130, "stopped"
             print("kit: stopped; the ranks are ended", file=sys.stderr)
     made = kit.load(lab.dir)
     verdict = made.stored_verdict()  # for a broken run, as far as its records go
@@ -500,8 +504,8 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
         verdicts = [{"check": name, "base": was, "run": now_shown, "why": rows[1].why if rows[1] else ""}
                     for (name, *rows), (was, now_shown) in zip(answers, words, strict=True)]  # fmt: skip
         rows = moved[moved["run"] == run.id]
-        compared_outcomes = results.outcomes(base, run)
-        total, differ, _, single = compared_outcomes if comparison.same_lab else (0, 0, "", 0)
+        shared = results.outcomes(base, run)
+        total, differ, _, single = shared if comparison.same_lab else (0, 0, "", 0)
         answer = {"run": run.id, "verdicts": verdicts, "outcomes": total, "differ": differ, "in_one_run": single}
         data["runs"].append({**answer, "changed": json_rows(rows)})
         lines.append(f"\n{names[run.id]}\n{counted(len(verdicts), 'check') if verdicts else 'no check'} changed")
@@ -509,7 +513,7 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
             cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
             lines.append(columns(cells, width=terminal_width()))
         if total or single:
-            lines.append(str(compared_outcomes))
+            lines.append(str(shared))
         first = ", largest against it first" if len(rows) else ""
         lines.append(f"{counted(len(rows), 'number')} changed by more than the spread{first}")
         if len(rows):

@@ -342,12 +342,13 @@ def power(lab: str, seeds: int = SEEDS, **options: Any) -> Iterator[Power]:
 
 
 def explorable(lab: str) -> Definition:
-    names = [name for name, known in discover().labs.items() if known.worlds]
-    if lab not in names and lab in discover().labs:
+    labs, broken = discover()
+    names = [name for name, known in labs.items() if known.worlds]
+    if lab in names or lab in broken:
+        return find(lab)
+    if lab in labs:
         raise BadInput(f"lab {lab!r} has no random worlds; explore {' or '.join(names)}")
-    if lab not in names and lab not in discover().broken:
-        raise BadInput(f"unknown lab {lab!r}; {hint(lab, names)}")
-    return find(lab)
+    raise BadInput(f"unknown lab {lab!r}; {hint(lab, names)}")
 
 
 def own_settings(definition: Definition) -> tuple[str, ...]:

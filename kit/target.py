@@ -17,6 +17,10 @@ OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:a
 
 
 KIT = Path(__file__).resolve().parent
+IMPORTING = [
+    Path(importlib.__file__),
+    *(Path(f"<frozen importlib.{name}>") for name in ("_bootstrap", "_bootstrap_external")),
+]
 LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
@@ -25,12 +29,7 @@ def raised_in_words(error: BaseException) -> str:
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:  # raised by the import, about this line
         frames.append((Path(error.filename), error.lineno))
-    loading = (
-        Path(importlib.__file__),
-        Path("<frozen importlib._bootstrap>"),
-        Path("<frozen importlib._bootstrap_external>"),
-    )
-    outside = [place for place in frames if not place[0].is_relative_to(KIT) and place[0] not in loading]
+    outside = [place for place in frames if not place[0].is_relative_to(KIT) and place[0] not in IMPORTING]
     own = [place for place in outside if not any(place[0].is_relative_to(library) for library in LIBRARIES)]
     where = "".join(f" ({file.name}, line {line})" for file, line in (own or outside)[-1:])
     message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]

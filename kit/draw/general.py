@@ -10,7 +10,7 @@ import pandas as pd
 
 from kit.draw.album import Charts, Table
 from kit.draw.chart import Limit, Plot
-from kit.draw.data import RunData, lines_apart, with_attrs
+from kit.draw.data import CONTROL, RunData, lines_apart, with_attrs
 from kit.draw.lanes import Lanes
 from kit.draw.lines import Lines
 from kit.draw.matrix import Matrix
@@ -44,7 +44,7 @@ COUNT_LIMITS = tuple(
     }.items()
 )
 DRIFT_LIMITS = (Limit("memory_drift"), Limit("memory_growth"))  # of any lab
-CONTROL = "control run"
+CONTROL_RUN = "control run"
 MEMORY_METRICS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
 TONES = {True: "good", False: "bad", None: "faint"}  # of an answer
 MOST_NUMBERS = 4  # side by side in a plot
@@ -80,12 +80,12 @@ def memory_drift(data: RunData, *, phase: str = "", when: str = "") -> pd.DataFr
     if cycles.empty or (phase and phase not in cycles):
         raise NotMeasured("no phase of several cycles has records of memory")
     last = phase or max((str(name) for name in cycles.index if cycles[name] == cycles.max()), key=data.phases.index)
-    table, control = data.memory_levels(last), data.memory_levels("control")
+    table, control = data.memory_levels(last), data.memory_levels(CONTROL)
     rows = lines_apart((table - table.iloc[0]) / MIB, data.memory.owner)
     control = control[control.index.isin(table.index)]
     if not control.empty:
         change = ((control - control.iloc[0]) / MIB).median(axis=1)
-        rows = pd.concat([rows, change.rename("value").rename_axis("x").reset_index().assign(kind=CONTROL)])
+        rows = pd.concat([rows, change.rename("value").rename_axis("x").reset_index().assign(kind=CONTROL_RUN)])
     first = data.cycle_words.get(int(table.index[0]), f"cycle {table.index[0]}")
     ticks = {"ticks": {cycle: data.cycle_words[cycle] for cycle in table.index}} if data.cycle_words else {}
     return with_attrs(
@@ -107,7 +107,7 @@ def drift_chart(phase: str = "", when: str = "") -> Lines:
         label="since {first} [MiB]",
         about="{axis} (a point is one sample)",
         limits=DRIFT_LIMITS,
-        looks={CONTROL: Look("faint", line=1, marker="")},
+        looks={CONTROL_RUN: Look("faint", line=1, marker="")},
         least=4.0,
         height=3.4,
     )

@@ -397,10 +397,9 @@ def check_target(
     come tries it if there is one, so that what it imports is imported once."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
-    why: str | None
     if not python:
-        if why := targets.refusal(target):
-            raise BadInput(f"{name}={target} cannot be loaded here: {why}")
+        if refused := targets.refusal(target):
+            raise BadInput(f"{name}={target} cannot be loaded here: {refused}")
         return
     why = None
     if config is not None and not env:

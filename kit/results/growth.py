@@ -123,14 +123,19 @@ def largest(*metrics: str, after: str, base: str = "", until: str = "", once: bo
             if rows["before"].isna().any():
                 incomplete(f"{', '.join(kinds)} were not recorded on every rank after {base}")
             rows = rows.dropna(subset="before")
-            if once and suspect_in(config, None):
-                first = rows[rows["cycle"] == rows["cycle"].min()].set_index(["metric", "rank"])["value"].rename("made")
-                made = rows.join(first, on=["metric", "rank"])["made"]
-                later = rows["cycle"] > rows["cycle"].min()
-                rows = rows.assign(before=rows["before"].clip(lower=made))[later | ~later.any()]
+            if once and suspect_in(config, None) and rows["cycle"].nunique() > 1:
+                return worst(over_first_cycle(rows), f"{base} or the first {after}")
         return worst(rows, base)
 
     return measure
+
+
+def over_first_cycle(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of later cycles, compared with the first cycle where it had more than the level before."""
+    is_first = rows["cycle"] == rows["cycle"].min()
+    first = rows[is_first].set_index(["metric", "rank"])["value"].rename("first")
+    later: pd.DataFrame = rows[~is_first].join(first, on=["metric", "rank"])
+    return later.assign(before=later[["before", "first"]].max(axis=1))
 
 
 def worst_of(*measures: Measure) -> Measure:

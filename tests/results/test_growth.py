@@ -9,7 +9,7 @@ import pytest
 
 from kit.machine import MIB
 from kit.results import Row, Rule, Verdict, judge, to_frame
-from kit.results.growth import OBSERVED, slopes, worst
+from kit.results.growth import OBSERVED, largest, slopes, worst
 
 DRIVER = "memory_slope/driver_used"
 
@@ -113,3 +113,26 @@ def test_each_observed_phase_of_a_job_on_a_gpu_has_an_answer_for_each_kind_of_me
     verdict = judge(to_frame(records), {"observed": True}, asked)
     assert {row.check for row in verdict if row.passed is False} == {"memory_slope", "memory_slope/leaky/driver_used"}
     assert sum(row.passed is True for row in verdict) == 3
+
+
+@pytest.mark.parametrize(
+    ("releaser", "counts", "more", "why"),
+    [
+        ("mine:R", (9, 9, 9), 0, "threads: no increase after verify over build or the first verify (1 rank, 2 cycles)"),
+        ("mine:R", (9, 9, 10), 1, "threads: 9 after build or the first verify, 10 after verify (+1; rank 0, cycle 3)"),
+        ("mine:R", (7, 8, 8), 0, "threads: no increase after verify over build or the first verify (1 rank, 2 cycles)"),
+        ("mine:R", (9,), 1, "threads: 8 after build, 9 after verify (+1; rank 0, cycle 1)"),
+        ("", (9, 9, 9), 1, "threads: 8 after build, 9 after verify (+1; rank 0, cycle 1)"),
+    ],
+)
+def test_what_own_code_makes_in_the_first_cycle_may_stay(
+    releaser: str, counts: tuple[int, ...], more: int, why: str
+) -> None:
+    levels = [(0, "build", 8), *((cycle, "verify", count) for cycle, count in enumerate(counts, start=1))]
+    rows = [
+        Row(run="r", lab="offload", cycle=cycle, phase=phase, rank=0, metric="threads", value=value, unit="1", time=0)
+        for cycle, phase, value in levels
+    ]
+    asked = Rule("threads_return", "", largest("threads", after="verify", base="build", once=True))
+    (row,) = judge(to_frame(rows), {"ranks": 1, "cycles": len(counts), "implementation": releaser}, [asked])
+    assert (row.measured, row.why) == (more, why)

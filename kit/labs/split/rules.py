@@ -400,11 +400,11 @@ def hooks_restored(frame: pd.DataFrame, _: Config) -> Measured:
 
 
 def abort_is_clean(frame: pd.DataFrame, _: Config) -> Measured:
-    """Does abort restore the state before begin, bit for bit, and only abort the random numbers?"""
+    """Does abort restore the state before begin, bit for bit, and does a step draw new random numbers?"""
     promises = ("abort_changed", "abort_gradients", "abort_next_differs", "error_changed", "misuse_changed")
     right = (
         "abort restores weights, optimizer, schedule and random state bit for bit and leaves no gradient; "
-        "the next step equals one without the abort"
+        "the next step equals one without the abort; after a step that draws random numbers, others follow"
     )
     return promised(frame, *promises, "state_unseen", right=right)
 

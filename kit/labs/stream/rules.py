@@ -332,7 +332,7 @@ def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     why = (
         f"no end: {', '.join(phase for phase, _ in stuck)}; {waiting}"
         if stuck
-        else f"{counted(len(begun), 'loop')} ended without help"
+        else f"{counted(len(begun), 'loop')} ended"
     )
     return Measured(float(len(stuck)), why)
 

@@ -534,6 +534,6 @@ class PutsRandomNumbersBack(Step):
         return result
 
 
-@pytest.mark.parametrize(("step", "repeats"), [(Step, 0), (Reseeds, 1), (PutsRandomNumbersBack, 2)])
+@pytest.mark.parametrize(("step", "repeats"), [(Step, 0), (Reseeds, 1), (PutsRandomNumbersBack, 1)])
 def test_random_numbers_that_repeat_after_a_step(step: Any, repeats: int) -> None:
     assert found(step, rehearsals.draws) == [repeats]

@@ -144,14 +144,18 @@ class DrawingLoss(WrappedLoss):
 
     armed = False
     raised = False
-    drew = False
     kind: type[BaseException] = RehearsedError
 
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.drawn: set[str] = set()  # the generators that it drew from
+
     def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        before = observe.random_state()
         torch.rand(1)
         torch.rand(1, device=logprobs.device)
         observe.draw_from_tracker(logprobs.device)
-        self.drew = True
+        self.drawn |= {name for name, state in observe.random_state().items() if state != before[name]}
         value = super().__call__(logprobs, batch, **counts)
         if self.armed:
             self.raised = True
@@ -188,8 +192,8 @@ def rehearse_all(made: FailingScene) -> FailingScene:
 
 def unchanged_kinds(changed: list[str]) -> int:
     """Kinds of state that a whole step did not change. A kind that the hashes do not cover would pass as unchanged after an abort."""
-    optimizer = {name for name in changed if "/" in name and not name.startswith(("weights/", "random/"))}
-    weights = {*changed} - optimizer - {"scheduler", "random", "random/device"}
+    optimizer = {name for name in changed if "/" in name and not name.startswith("weights/")}
+    weights = {*changed} - optimizer - {"scheduler", "random"}
     return sum((not weights, not optimizer, "scheduler" not in changed))
 
 
@@ -206,17 +210,17 @@ def aborted(scene: FailingScene, batch: Batch) -> None:
 
 
 def draws(scene: FailingScene, batch: Batch) -> None:
-    """Two steps whose loss draws random numbers: no step may put the generators back, or set them to the same state as another one."""
-    seen, loss = [scene.backend.state(scene.job)["random"]], DrawingLoss(scene.loss)
+    """Two steps whose loss draws random numbers: no step may put a generator back, or set it to the same state as another step does."""
+    states, loss = [observe.random_state()], DrawingLoss(scene.loss)
     for _ in range(2):
         scene.begin(loss)
         scene.feed(batch)
         scene.step.finish()
-        seen.append(scene.backend.state(scene.job)["random"])
-    repeats = len(seen) - len({*seen}) if loss.drew else 0  # not every stage of a pipeline computes the loss
-    scene.note(
-        "state_unseen", repeats, "a step after which random numbers repeat" if repeats else "", rehearsal="draws"
-    )
+        states.append(observe.random_state())
+    # On a stage of a pipeline without the loss it drew from none.
+    repeats = sum(len({state[name] for state in states}) < len(states) for name in loss.drawn)
+    text = "a step after which random numbers repeat" if repeats else ""
+    scene.note("state_unseen", repeats, text, rehearsal="draws")
 
 
 def differs_from_control(scene: FailingScene, batch: Batch) -> int:
