@@ -29,6 +29,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30  # bytes
 SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
 MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
 
+VSIZE, ENV_END = 20, 48  # in `stat_fields`
+STARTED_S = 0.1  # a busy machine may leave a process for some ms between its new memory and its environment
+
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
@@ -36,7 +39,7 @@ def pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - numbers are wanted, not paths
 
 
-def stat_fields(pid: int) -> list[str] | None:
+def stat_fields(pid: int | str) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -90,11 +93,24 @@ def command(pid: int) -> str:
 def marked(pid: int | str) -> str | None:
     """Return a process's `MARK`, `id@namespace:pid:start time`. None if it has none or its environment cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        for entry in environment(pid).split(b"\0"):
             name, _, value = entry.partition(b"=")
             if name == MARK.encode() and value.count(b":") >= 2:
                 return value.decode()
     return None
+
+
+def environment(pid: int | str) -> bytes:
+    """What /proc shows of it. A process that is just starting its program shows an empty one, until the kernel has placed it."""
+    file, deadline = Path(f"/proc/{pid}/environ"), time.monotonic() + STARTED_S
+    while not (shown := file.read_bytes()) and time.monotonic() < deadline:
+        fields = stat_fields(pid)
+        if fields is None or fields[VSIZE] == "0":  # it ended, or is the kernel's
+            break
+        if fields[ENV_END] != "0":
+            return file.read_bytes()
+        time.sleep(0.0005)
+    return shown
 
 
 def children() -> list[int] | None:

@@ -215,3 +215,27 @@ def test_threads_of_a_rank_share_one_arena(on_rank):
         [sys.executable, "-c", ALLOCATES], env=environment, capture_output=True, text=True, timeout=60, check=True
     ).stderr
     assert (listed.count("Arena ") == 1) is on_rank, listed
+
+
+def test_a_process_that_is_just_starting_its_program_shows_its_mark() -> None:
+    """The kernel gives it new memory first and its environment later: read between the two, it is empty."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    seen = []
+    try:
+        for _ in range(150):
+            with subprocess.Popen(["sleep", "60"], env={**os.environ, machine.MARK: "a@b:1:2"}) as started:
+                seen.append(machine.marked(started.pid))
+                started.kill()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert seen == ["a@b:1:2"] * 150
+
+
+def test_a_process_without_an_environment_has_no_mark() -> None:
+    with subprocess.Popen(["sleep", "60"], env={}) as empty:
+        assert machine.marked(empty.pid) is None
+        empty.kill()
+        os.waitid(os.P_PID, empty.pid, os.WEXITED | os.WNOWAIT)
+        assert machine.marked(empty.pid) is None  # a zombie's
