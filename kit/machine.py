@@ -145,6 +145,13 @@ def cpu_seconds(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
 
 
+def queued_seconds() -> float:
+    """How long this thread has been ready to run while others had the cores; 0 where the kernel does not count it."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 def busy_seconds() -> tuple[float, float]:
     """Processor time used so far: by everything on this machine, and by this process and all that it started."""
     user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])

@@ -239,3 +239,27 @@ def test_a_process_without_an_environment_has_no_mark() -> None:
         empty.kill()
         os.waitid(os.P_PID, empty.pid, os.WEXITED | os.WNOWAIT)
         assert machine.marked(empty.pid) is None  # a zombie's
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel does not count it")
+def test_time_in_which_others_had_the_cores_is_counted() -> None:
+    core = min(os.sched_getaffinity(0))
+    counts = f"""
+import os, time
+from kit import machine
+os.sched_setaffinity(0, [{core}])
+before, began = machine.queued_seconds(), time.monotonic()
+while time.process_time() < 0.5:
+    pass
+print(machine.queued_seconds() - before, time.monotonic() - began)
+"""
+    busy = subprocess.Popen(
+        [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"],
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", counts], capture_output=True, text=True, check=True, timeout=60)
+    finally:
+        busy.kill()
+        busy.wait()
+    queued, took = map(float, done.stdout.split())
+    assert 0 < queued < took

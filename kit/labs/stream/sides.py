@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kit import machine
 from kit.labs.lab import Drive
 from kit.labs.stream.lab import StreamConfig
 from kit.loop.messages import Command, Event, Memory
@@ -199,15 +200,19 @@ class Losing(LiveRanks):
 
 
 class Asker(Port):
-    """Asks for the status at fixed times from outside, and records how long after each time the answer came."""
+    """Asks for the status at fixed times from outside, and records how long after each time the answer came.
+
+    Time in which the loop was ready to run and others had the cores is not the controller's, and does not count."""
 
     def __init__(self) -> None:
         self.began = time.time()
         self.due = self.began + ASKS_S
         self.asked: list[float] = []  # when each question was due
         self.seconds: list[float] = []
+        self.queued = 0.0  # of the loop's thread, when it last began to wait
 
     def left(self) -> float:
+        self.queued = machine.queued_seconds()
         return max(0.0, self.due - time.time())
 
     def take(self) -> Iterable[Event]:
@@ -220,5 +225,6 @@ class Asker(Port):
         return asked
 
     def send(self, command: Command) -> Iterable[Event]:
-        self.seconds.append(time.time() - self.asked[command.question])
+        late = time.time() - self.asked[command.question]
+        self.seconds.append(max(0.0, late - (machine.queued_seconds() - self.queued)))
         return []

@@ -1,0 +1,40 @@
+"""The lateness of answers, on clocks that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit import machine
+from kit.labs.stream import sides
+from kit.loop.messages import Command
+
+
+@pytest.mark.parametrize(("queued", "late"), [(0.0, 0.3), (0.29, 0.01), (0.4, 0.0)])
+def test_a_busy_machine_is_not_the_controllers_lateness(
+    monkeypatch: pytest.MonkeyPatch, queued: float, late: float
+) -> None:
+    now, waited = [100.0], [5.0]
+    monkeypatch.setattr(sides.time, "time", lambda: now[0])
+    monkeypatch.setattr(machine, "queued_seconds", lambda: waited[0])
+    asker = sides.Asker()
+    assert asker.left() == pytest.approx(sides.ASKS_S)
+    now[0] += sides.ASKS_S
+    assert len([*asker.take()]) == 1
+    now[0] += 0.3
+    waited[0] += queued
+    asker.send(Command("answer", "asker", question=0))
+    assert asker.seconds == [pytest.approx(late)]
+
+
+def test_what_was_queued_before_the_loop_waited_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = [100.0], [5.0]
+    monkeypatch.setattr(sides.time, "time", lambda: now[0])
+    monkeypatch.setattr(machine, "queued_seconds", lambda: waited[0])
+    asker = sides.Asker()
+    waited[0] += 7.0
+    asker.left()
+    now[0] += sides.ASKS_S
+    assert len([*asker.take()]) == 1
+    now[0] += 0.3
+    asker.send(Command("answer", "asker", question=0))
+    assert asker.seconds == [pytest.approx(0.3)]
