@@ -129,6 +129,8 @@ def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     if ledger.foreign and end and end.get("why") in ("done", "exhausted"):
         return  # another system may have nothing left to dispatch
     if end and end.get("why") == "done":
+        if synced:  # nothing is left to dispatch
+            return
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
         yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"
