@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from kit.errors import BadInput, KitError
 from kit.loop.limit import returned
 from kit.loop.messages import Command, Event, Sink
-from kit.loop.runner import Port, made_by
+from kit.loop.runner import CoreRaised, Port, made_by
 from kit.results.records import Id, Row
 from kit.stream.settings import NO_TARGET, Resume, StreamSettings, refuse_lacking
 
@@ -257,6 +257,14 @@ class Buffer:
             self.slots = [slot for slot in self.slots if slot.group != group]
         elif row.event == "cleared":
             del self._known[group]
+
+
+def check_sampler(kind: Any, settings: StreamSettings) -> None:
+    """Make it once, as what it refuses or raises is to be known before a rank starts."""
+    try:
+        Foreign(kind, settings).close()
+    except CoreRaised as error:
+        raise BadInput(str(error)) from error
 
 
 class Foreign:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from kit.errors import BadInput, refuse_if
+from kit.errors import refuse_if
 from kit.labs.definition import (
     EXPLORED,
     Definition,
@@ -31,9 +31,8 @@ from kit.labs.served import (
     engine_bytes,
 )
 from kit.labs.stream.faults import FAULTS, KIT_CORE
-from kit.loop.runner import CoreRaised
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.stream.ports import Foreign, replica_role
+from kit.stream.ports import check_sampler, replica_role
 from kit.stream.settings import SAMPLERS, StreamSettings, refusals
 from kit.target import load_callable
 from kit.train.draws import answer_length, tool_stalls
@@ -328,17 +327,9 @@ def plan(config: StreamConfig) -> list[Step]:
     return explored + (steps if config.simulated else [Step(0, "prepare"), *steps, Step(0, "end")])
 
 
-def check_sampler(config: StreamConfig) -> None:
-    """Make it once, as what it refuses or raises is to be known before a rank starts."""
-    try:
-        Foreign(load_callable(config.sampler), settings(config)).close()
-    except CoreRaised as error:
-        raise BadInput(str(error)) from error
-
-
 def fits(config: StreamConfig) -> None:
     if ":" in config.sampler:
-        check_sampler(config)
+        check_sampler(load_callable(config.sampler), settings(config))
     if config.simulated:
         return
     check_engine_there(config)
