@@ -416,8 +416,8 @@ def trained_changed(frame: pd.DataFrame, config: Config) -> Measured:
 def every_parameter_written(frame: pd.DataFrame, config: Config) -> Measured:
     """Does a sync write every parameter and persistent buffer of a replica, and no constant?
 
-    The lab overwrites all of them in a replica that wakes, and at the end in one that does not serve. Constants must keep their bytes, and
-    so must parameters that your own receiving side declares `frozen`."""
+    The lab overwrites all of them in a replica that wakes, and in one that does not serve: at the end, with your own synchroniser before
+    the base. Constants must keep their bytes, and so must parameters that your own receiving side declares `frozen`."""
     older_kit(frame)
     left = select(frame, metric="tensors_unwritten")
     constants = select(frame, metric="constants_changed")

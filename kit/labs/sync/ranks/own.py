@@ -20,7 +20,6 @@ from kit.errors import BadInput, RehearsedError, refuse_if
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.rehearsals import counting_leftovers, note, on_another_version, step
 from kit.labs.sync.ranks.replica import SyncReplica
-from kit.labs.sync.ranks.scenes import REFILL
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.measure.observers.settings import settings_now
@@ -241,7 +240,7 @@ class OwnTrainer(SyncTrainer):
         super().shrink(cycle)
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Syncs that fail if your code allows it, an expansion, the next sync, and one to replicas that lost their weights."""
+        """Syncs that fail if your code allows it, an expansion, and the next sync."""
         awake, asleep = self.targets(sleeping=False), self.targets(sleeping=True)
         for _ in range(FAILURES if retries(self.own) else 0):
             step(self)
@@ -258,7 +257,6 @@ class OwnTrainer(SyncTrainer):
         self.deliver(self.synced + 2, awake)
         self.update_truth()
         self.send_truth(awake)
-        self.deliver(self.synced + 1, awake)
         self.count()
 
 
@@ -337,7 +335,12 @@ class OwnReplica(SyncReplica):
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.weigh_tensors()
-        self.take_base(self.receive)
+        self.model.poison()  # now, as later syncs may leave out what has not changed
+        self.take_base(self.receive_all)
+
+    def receive_all(self) -> None:
+        self.receive()
+        self.count_written()
 
     def refresh(self, cycle: int) -> None:
         self.expected = cycle
@@ -395,12 +398,6 @@ class OwnReplica(SyncReplica):
             self.expected += 2
             self.take()
             self.compare()
-            self.expected += 1
-            self.watch.reset("rehearsed")
-            self.model.poison()
-            self.receive()
-            self.count_written(REFILL)
-            self.compare_weights(scene=REFILL)
         self.count()
 
     def endure_own(self) -> None:
