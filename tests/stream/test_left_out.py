@@ -102,7 +102,7 @@ def test_a_sync_needs_no_end_unless_the_ledger_has_ends() -> None:
 
 
 @pytest.mark.parametrize(("why", "more", "passes"), [
-    ("done", {}, True), ("exhausted", {}, True), ("error", {}, False), ("done", CORE, True),
+    ("done", {}, True), ("exhausted", {}, True), ("error", {}, False), ("done", CORE, True), ("exhausted", CORE, True),
 ])  # fmt: skip
 def test_the_last_hold_needs_no_resume_if_nothing_is_left(why: str, more: dict[str, Any], passes: bool) -> None:
     start = [row("hold", version=0), published(0), row("resume", version=0)]

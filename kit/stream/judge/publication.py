@@ -126,11 +126,9 @@ def _left_behind(ledger: LoopLedger) -> Iterator[str]:
 def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
-    if ledger.foreign and end and end.get("why") in ("done", "exhausted"):
-        return  # another system may have nothing left to dispatch
+    if (synced or ledger.foreign) and end and end.get("why") in ("done", "exhausted"):
+        return  # nothing is left to dispatch
     if end and end.get("why") == "done":
-        if synced:  # nothing is left to dispatch
-            return
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
         yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"
