@@ -253,7 +253,8 @@ class OwnTrainer(SyncTrainer):
             self.deliver(self.synced, asleep, asleep=True)
             self.shrink_own()
             self.job.mover.restore()
-        step(self)
+        if not retries(self.own):  # else what the sync that failed had is to arrive now, and nothing more
+            step(self)
         self.deliver(self.synced + 2, awake)
         self.update_truth()
         self.send_truth(awake)
