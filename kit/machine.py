@@ -30,7 +30,7 @@ SHM = "/dev/shm"  # noqa: S108 - it is listed, and nothing is made there
 MARK = "KIT_WORLD"  # in the environment of every process of a World: see kit.world.leftovers
 
 VSIZE, ENV_END = 20, 48  # in `stat_fields`
-STARTED_S = 0.1  # a busy machine may leave a process for some ms between its new memory and its environment
+STARTED_S = 1.0  # a busy machine may leave a process for some 50 ms between its new memory and its environment
 
 # -- processes -----------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from kit.errors import BadInput, KitError
 from kit.loop.limit import returned
 from kit.loop.messages import Command, Event, Sink
-from kit.loop.runner import CoreRaised, Port, made_by
+from kit.loop.runner import Port, made_by
 from kit.results.records import Id, Row
 from kit.stream.settings import NO_TARGET, Resume, StreamSettings, refuse_lacking
 
@@ -259,14 +259,6 @@ class Buffer:
             del self._known[group]
 
 
-def check_sampler(kind: Any, settings: StreamSettings) -> None:
-    """Make it once, as what it refuses or raises is to be known before a rank starts."""
-    try:
-        Foreign(kind, settings).close()
-    except CoreRaised as error:
-        raise BadInput(str(error)) from error
-
-
 class Foreign:
     """The port "sampler". It also watches the ledger (`see`) to keep its buffer and version up to date."""
 
@@ -358,7 +350,7 @@ class Foreign:
 
     def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         task = self._loop.create_task(coroutine)
-        if not self._loop.poll(task):
+        if not self._loop.poll(task, tick_s=0.0):
             task.cancel()
             self._loop.poll(task)
             raise KitError("the sampler's select or evict waits; both must answer at once from the buffer")
@@ -375,12 +367,12 @@ class PolledLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
-    def poll(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the task is done after some turns of the loop."""
+    def poll(self, task: asyncio.Task[Any], *, tick_s: float = TICK_S) -> bool:
+        """Whether the task is done after some turns of the loop; its clock moves by `tick_s` with each."""
         for _ in range(POLLS):
             if task.done():
                 break
-            self._now += TICK_S
+            self._now += tick_s
             self.call_soon(self.stop)
             self.run_forever()
         return task.done()

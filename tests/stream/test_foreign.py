@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -217,10 +217,11 @@ def test_a_sampler_that_cannot_be_made_is_named() -> None:
         Foreign(Broken, SETTINGS)
 
 
-def test_a_selection_that_waits_is_an_error() -> None:
+@pytest.mark.parametrize("wait", [lambda: asyncio.Event().wait(), lambda: asyncio.sleep(0.001)])
+def test_a_selection_that_waits_is_an_error(wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     class Waits(InOrder):
         async def select(self, **_: Any) -> Any:
-            await asyncio.Event().wait()
+            await wait()
 
     done = simulate(SETTINGS, sampler=Waits)
     assert "select failed: KitError: the sampler's select or evict waits" in done.ended.error

@@ -102,7 +102,7 @@ def test_a_sync_needs_no_end_unless_the_ledger_has_ends() -> None:
 
 
 @pytest.mark.parametrize(("why", "more", "passes"), [
-    ("done", {}, True), ("exhausted", {}, True), ("error", {}, False), ("done", CORE, True), ("exhausted", CORE, True),
+    ("done", {}, True), ("exhausted", {}, True), ("error", {}, False), ("done", CORE, True),
 ])  # fmt: skip
 def test_the_last_hold_needs_no_resume_if_nothing_is_left(why: str, more: dict[str, Any], passes: bool) -> None:
     start = [row("hold", version=0), published(0), row("resume", version=0)]
@@ -110,6 +110,28 @@ def test_the_last_hold_needs_no_resume_if_nothing_is_left(why: str, more: dict[s
     found = violations(*rows, row("ended", why=why)).get("publish_before_use", "")
     assert (not found) == passes
     assert passes or "never continued" in found or "dispatch has been held" in found
+
+
+def test_a_core_that_ends_before_its_newest_version_is_served_needs_a_sync_of_that_version() -> None:
+    start = [row("hold", version=0), published(0), row("resume", version=0), *served(0, 0)]
+    late = [row("bumped", version=2), row("hold", version=2), {**published(1), **CORE}, row("synced", version=1)]
+    found = violations(*start, *step_to(1, *late), row("ended", why="done"))
+    assert "the last version was never served" in found["publish_before_use"]
+
+
+def test_a_core_that_says_exhausted_although_its_data_are_not_must_dispatch_again() -> None:
+    start = [row("hold", version=0), published(0), row("resume", version=0), *served(0, 0)]
+    rows = [*start, *step_to(1, {**published(1), **CORE}, row("synced", version=1))]
+    end = {**row("ended", why="exhausted"), "time": 1e5}
+    assert "never continued" in violations(*rows, end)["publish_before_use"]
+    assert "publish_before_use" not in violations(*rows, row("exhausted", **CORE), end)
+
+
+def test_a_loop_that_never_ended_leaves_open_what_became_of_a_dead_replicas_requests() -> None:
+    rows = [row("joined", replica=1), published(0, 1), sent(0, replica=1), row("died", replica=1)]
+    with pytest.raises(NotMeasured, match="did not end, and 1 request of dead replicas"):
+        finding("dead_rollout_named", ledger(*rows))
+    assert "was not resent" in violations(*rows, row("ended", why="done"))["dead_rollout_named"]
 
 
 def test_a_sample_that_moved_has_tokens_of_a_version_that_its_replica_never_had() -> None:

@@ -32,8 +32,8 @@ from kit.labs.served import (
 )
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.stream.ports import check_sampler, replica_role
-from kit.stream.settings import SAMPLERS, StreamSettings, refusals
+from kit.stream.ports import replica_role
+from kit.stream.settings import SAMPLERS, StreamSettings, refusals, refuse_lacking
 from kit.target import load_callable
 from kit.train.draws import answer_length, tool_stalls
 
@@ -329,7 +329,7 @@ def plan(config: StreamConfig) -> list[Step]:
 
 def fits(config: StreamConfig) -> None:
     if ":" in config.sampler:
-        check_sampler(load_callable(config.sampler), settings(config))
+        refuse_lacking(load_callable(config.sampler), config.sampler)
     if config.simulated:
         return
     check_engine_there(config)

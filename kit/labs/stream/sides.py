@@ -207,24 +207,27 @@ class Asker(Port):
     def __init__(self) -> None:
         self.began = time.time()
         self.due = self.began + ASKS_S
-        self.asked: list[float] = []  # when each question was due
+        self.asked: list[
+            tuple[float, float]
+        ] = []  # when each question was due, and how long the thread had been queued until then
         self.seconds: list[float] = []
-        self.queued = 0.0  # of the loop's thread, when it last began to wait
+        self.seen = self.began, machine.queued_seconds()
 
     def left(self) -> float:
-        self.queued = machine.queued_seconds()
         return max(0.0, self.due - time.time())
 
     def take(self) -> Iterable[Event]:
         """All questions that are due; a blocked controller is late with each of them."""
-        asked = []
-        while time.time() >= self.due:
+        asked, (before, queued_before) = [], self.seen
+        self.seen = now, queued = time.time(), machine.queued_seconds()
+        while now >= self.due:
+            share = min(1.0, (now - self.due) / (now - before))  # of the time since the last look
             asked.append(Event("ask", PIPELINE, of="status", question=len(self.asked), asker="asker"))
-            self.asked.append(self.due)
+            self.asked.append((self.due, queued - share * (queued - queued_before)))
             self.due += max(ASKS_S, (self.due - self.began) / ASKS)
         return asked
 
     def send(self, command: Command) -> Iterable[Event]:
-        late = time.time() - self.asked[command.question]
-        self.seconds.append(max(0.0, late - (machine.queued_seconds() - self.queued)))
+        due, queued = self.asked[command.question]
+        self.seconds.append(max(0.0, time.time() - due - (machine.queued_seconds() - queued)))
         return []

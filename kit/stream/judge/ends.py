@@ -39,7 +39,7 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
 
 def dead_rollout_named(ledger: LoopLedger) -> Violations:
     """Is every dead replica named, and is each of its requests resent or ended?"""
-    trained = {row["group"] for row in ledger.trained()}
+    trained, left = {row["group"] for row in ledger.trained()}, 0
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
             yield f"{row}: the row does not name the replica"
@@ -48,6 +48,7 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
             over = any(end.at > row.at for end in ledger.ends(group)) or any(
                 request.at > row.at for request in sample.sent
             )
+            left += not over
             if ledger.ended and not over:
                 yield f"{row}: its sample {name} of group {group} was not resent, and the group has no end"
         back = [
@@ -71,6 +72,10 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
         if not ledger.error or reason or not waiting:
             raise NotMeasured("no replica died")
         yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
+    if left and not ledger.ended:
+        raise NotMeasured(
+            f"the loop did not end, and {counted(left, 'request')} of dead replicas were neither sent again nor ended"
+        )
     return f"{counted(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
 
 

@@ -126,9 +126,14 @@ def _left_behind(ledger: LoopLedger) -> Iterator[str]:
 def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
-    if (synced or ledger.foreign) and end and end.get("why") in ("done", "exhausted"):
+    why = end.get("why") if end else ""
+    if ledger.foreign and why in ("done", "exhausted"):
+        return  # another system may have nothing left to dispatch
+    newest = max((row.number("version", 0) for row in ledger.by_event["bumped"]), default=0)
+    served = any(row.number("version") >= newest for row in synced if "version" in row.ids)
+    if served and (why == "done" or (why == "exhausted" and ledger.by_event["exhausted"])):
         return  # nothing is left to dispatch
-    if end and end.get("why") == "done":
+    if why == "done":
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
         yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"

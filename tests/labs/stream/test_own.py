@@ -36,23 +36,6 @@ def test_an_own_sampler_passes_the_ledgers_checks() -> None:
     assert {row.check for row in verdict if row.passed} >= {"every_group_once", "no_sample_too_old", "permits_return"}
 
 
-class Unmade(InOrder):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("no such buffer")
-
-
-@pytest.mark.parametrize(
-    ("sampler", "says"),
-    [
-        (InOrder, "places=7 is too few: the sampler .*InOrder needs 8"),
-        (Unmade, "Unmade raised RuntimeError: no such buffer"),
-    ],
-)
-def test_what_an_own_sampler_refuses_is_known_before_a_rank_starts(sampler: type[InOrder], says: str) -> None:
-    with pytest.raises(kit.BadInput, match=says):
-        kit.run("stream", simulated=True, places=7, sampler=f"{sampler.__module__}:{sampler.__qualname__}")
-
-
 def own_controller(plan: StreamSettings, start: Resume | None = None) -> Controller:
     """Stands in for a user's controller; it returns the kit's."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
