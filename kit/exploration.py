@@ -47,7 +47,7 @@ from kit.loop.explore import (
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.records import NOTEBOOK
 from kit.results.units import counted
-from kit.target import load, load_callable, replaced
+from kit.target import is_target, load, load_callable, refusal, replaced
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -229,6 +229,10 @@ def explore(
             return None
         failure = kept(definition, settings, bug, answer, out)
         failure.seed = outcome.seed
+        if not failure.rule:
+            failure.rule, why = next(iter(outcome.findings.items()))
+            second = "returned" if failure.rule == NEVER_RETURNED else "did not fail"
+            failure.why = f"{why}; a second run of this world {second}"
         return failure
 
     def report() -> None:
@@ -612,7 +616,7 @@ def main() -> None:
 
     with ExitStack() as scope:
         scope.enter_context(replaced(order["patch"]))
-        worlds: Worlds = load_callable(order["worlds"])(like=order["like"], **order["settings"])
+        worlds = worlds_of(order)
         gc.freeze()  # what is loaded stays: looking through it for garbage takes an eighth of the time
         for line in sys.stdin:
             orders = json.loads(line)
@@ -627,6 +631,15 @@ def main() -> None:
                     say(answer_of(worlds, Shrunk(orders["play"], play(worlds, orders["play"], wall_s))))
             except (LookupError, TypeError, ValueError) as error:
                 say({"refused": f"{type(error).__name__}: {error}"})
+
+
+def worlds_of(order: Mapping[str, Any]) -> Worlds:
+    """The worlds of an order. Own code is loaded here, because what it imports may take longer than a world may; if it cannot be loaded,
+    its first world says so."""
+    worlds: Worlds = load_callable(order["worlds"])(like=order["like"], **order["settings"])
+    for target in filter(is_target, order["settings"].values()):
+        refusal(target)
+    return worlds
 
 
 def answer_of(worlds: Worlds, small: Shrunk) -> dict[str, Any]:

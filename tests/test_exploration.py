@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -13,7 +14,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.exploration import AT_A_TIME, ExplorationError, power, replay
+from kit.exploration import AT_A_TIME, ExplorationError, power, replay, worlds_of
 from kit.labs.discover import find, find_fault
 from kit.labs.share.worlds import ShareWorlds
 from kit.labs.stream.worlds import StreamWorlds, ends_well
@@ -128,6 +129,64 @@ def test_a_core_that_never_returns_and_one_that_ends_its_process_are_named() -> 
     assert [[*outcome.findings] for outcome in done.outcomes] == [["never_returned"]] * 2
     assert done.failure is None  # no process survives the world, so only its seed is known
     assert "the first is seed 0" in str(done)
+
+
+LIMITED_IMPORT = """
+import math
+from kit.labs.stream.drive import controller
+from kit.loop import limit
+
+if getattr(limit._ends, "at", math.inf) < math.inf:
+    raise RuntimeError("imported within the limit of a world")
+"""
+
+
+def test_own_code_is_loaded_before_the_limit_of_a_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imports_much.py").write_text(LIMITED_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kit.explore("stream", 1, jobs=1, implementation="imports_much:controller").passed
+
+
+def test_own_code_that_a_worker_cannot_load_is_found_by_its_first_world() -> None:
+    order = {"worlds": find("stream").worlds, "like": None, "settings": {"implementation": "no_such_module:core"}}
+    worlds = worlds_of(order)
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in play(worlds, world_of(worlds, 0)).findings["raised"]
+
+
+FAILS_ONCE = """
+from kit.labs.stream.drive import controller
+
+made = []
+
+def once(*given):
+    made.append(given)
+    if len(made) == 1:
+        raise RuntimeError("not yet")
+    return controller(*given)
+
+def hangs_once(*given):
+    made.append(given)
+    while len(made) == 1:
+        pass
+    return controller(*given)
+"""
+
+
+@pytest.mark.parametrize(
+    ("core", "words"),
+    [
+        ("once", r"raised: .*not yet.*; a second run of this world did not fail; replay: kit explore stream"),
+        ("hangs_once", r"never_returned: the world did not end .*; a second run of this world returned; replay: kit "),
+    ],
+)
+def test_a_world_that_fails_only_once_says_so(
+    core: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    done = kit.explore("stream", 1, jobs=1, wall_s=0.5, implementation=f"fails_once:{core}")
+    assert re.search(f"1 of 1 worlds failed .*; seed 0: {words}", done.one_line()), done.one_line()
+    assert "a second run of this world" in done.sentence()
 
 
 @pytest.mark.slow
