@@ -150,7 +150,9 @@ def test_own_code_is_loaded_before_the_limit_of_a_world(tmp_path: Path, monkeypa
 def test_own_code_that_a_worker_cannot_load_is_found_by_its_first_world() -> None:
     order = {"worlds": find("stream").worlds, "like": None, "settings": {"implementation": "no_such_module:core"}}
     worlds = worlds_of(order)
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in play(worlds, world_of(worlds, 0)).findings["raised"]
+    assert (
+        "ModuleNotFoundError: No module named 'no_such_module'" in play(worlds, world_of(worlds, 0)).findings["raised"]
+    )
 
 
 FAILS_ONCE = """

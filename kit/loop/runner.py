@@ -68,7 +68,7 @@ class Restless(KitError):  # noqa: N818 - reads as what happened
 
 
 class CoreRaised(KitError):  # noqa: N818 - reads as what happened
-    """A core, which may be own code, raised an error: the words name the core, the event and the line."""
+    """A core, which may be own code, raised an error: the words name the core, the event and the line. Or what was made is no core."""
 
 
 def core_raised(at: str, error: Exception) -> CoreRaised:
@@ -76,6 +76,14 @@ def core_raised(at: str, error: Exception) -> CoreRaised:
 
 
 def made_core(target: str, *given: Any) -> Any:
+    """The core that own code makes."""
+    core = made_code(target, *given)
+    if lacks := [name for name in ("begin", "step") if not callable(getattr(core, name, None))]:
+        raise CoreRaised(f"{target} returned {type(core).__name__}, which has no {' and '.join(lacks)}")
+    return core
+
+
+def made_code(target: str, *given: Any) -> Any:
     """What own code makes: a core, or a pipeline's own side of the desk."""
     return made_by(load_callable(target), target, *given)
 

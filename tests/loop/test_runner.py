@@ -97,6 +97,24 @@ def test_own_code_that_cannot_be_made_is_named_with_its_line() -> None:
         made_core(f"{__name__}:reads_no_json")
 
 
+@pytest.mark.parametrize(
+    ("makes", "words"),
+    [("makes_none", "NoneType, which has no begin and step"), ("Begins", "Begins, which has no step")],
+)
+def test_what_own_code_makes_and_is_no_core_is_named(makes: str, words: str) -> None:
+    with pytest.raises(CoreRaised, match=rf"^{__name__}:{makes} returned {words}$"):
+        made_core(f"{__name__}:{makes}")
+
+
+def makes_none() -> None:
+    """A factory without its `return`."""
+
+
+class Begins:
+    def begin(self) -> tuple[int, tuple[Command, ...]]:
+        return 0, ()
+
+
 def cannot_be_made(settings: object) -> None:
     raise ValueError("no settings")
 

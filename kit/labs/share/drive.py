@@ -25,7 +25,7 @@ from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_broken, scenes, simulated_side
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock, made_core
+from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock, made_code
 from kit.results import Row, Unjudged
 from kit.results.records import Id
 from kit.share import core
@@ -268,7 +268,7 @@ def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Core[Any]:
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
     core_of_it, known = controller(config, pipeline, **changes), clusters(config, pipeline)
     if config.pipeline != PIPELINE and pipeline == config.names[-1]:
-        return Own(core_of_it, pipeline, known, desk=DESK, make=functools.partial(made_core, config.pipeline))
+        return Own(core_of_it, pipeline, known, desk=DESK, make=functools.partial(made_code, config.pipeline))
     loop = config.loops[pipeline]
     if loop.adapters:
         core_of_it = ReportsByAdapter(core_of_it, pipeline, adapters=loop.adapters, groups=loop.groups)
