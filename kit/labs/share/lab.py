@@ -21,7 +21,7 @@ from kit.labs.definition import (
     own_code,
 )
 from kit.labs.share.faults import FAULTS
-from kit.labs.stream.lab import StreamConfig, check_range
+from kit.labs.stream.lab import WAITS, StreamConfig, check_range
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import LoraOptions, LoraTargets, model_bytes
 from kit.stream.ports import replica_number
@@ -118,7 +118,7 @@ class PipelineConfig(StreamConfig):
 
     def __post_init__(self) -> None:
         if self.ranks:  # else this is only what was given
-            check_range("reward_ms", self.reward_ms)
+            check_range("reward_ms", self.reward_ms, WAITS)
             StreamConfig.__post_init__(self)
 
     @property

@@ -41,6 +41,7 @@ DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
 DOUBLE_BYTES = 8  # of a float64 number
 OWN = ("implementation", "sampler")  # settings that name code of the notebook side
+WAITS = "the shortest and the longest wait"  # the ends of a range of milliseconds
 PHASES = {
     EXPLORED.phase: EXPLORED.cycle,
     "plain": 1,
@@ -166,11 +167,8 @@ class StreamConfig(JobConfig):
     ] = KIT_CORE
 
     def __post_init__(self) -> None:
-        refuse_if(
-            len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1],
-            f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer",
-        )
-        check_range("tool_ms", self.tool_ms)
+        check_range("answer", self.answer, "the fewest and the most tokens of an answer", least=1)
+        check_range("tool_ms", self.tool_ms, WAITS)
         check_transport(self.transport, self.nodes)
         refuse_if(
             self.tools and not self.tail,
@@ -271,11 +269,13 @@ class StreamConfig(JobConfig):
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
 
 
-def check_range(name: str, numbers: tuple[int, ...]) -> None:
-    refuse_if(
-        len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1],
-        f"{name}={list(numbers)} must be two numbers: the shortest and the longest wait",
-    )
+def check_range(name: str, numbers: tuple[int, ...], ends: str, *, least: int = 0) -> None:
+    """Refuse what are not two numbers in order, from `least` on; `ends` says what they are."""
+    given = f"{name}={list(numbers)}"
+    refuse_if(len(numbers) != 2, f"{given} must be two numbers: {ends}")
+    first, second = numbers
+    refuse_if(first > second, f"{given} must be {ends}, but {first} exceeds {second}")
+    refuse_if(first < least, f"{given} must be {ends}, each at least {least}")
 
 
 def phase_wanted(phases: str) -> tuple[str, ...]:

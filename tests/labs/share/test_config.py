@@ -33,7 +33,7 @@ from tests.labs.share.conftest import share
         ({"b.pace_ms": -1}, "b.pace_ms must be a number of at least 0, not -1"),
         (
             {"b.answer": [9, 5]},
-            r"pipeline b: answer=\[9, 5\] must be two numbers: the fewest and the most tokens of an answer",
+            r"pipeline b: answer=\[9, 5\] must be the fewest and the most tokens of an answer, but 9 exceeds 5",
         ),
         ({"c.steps": 2}, "c.steps is a setting of 'c', but this config has only a, b"),
         ({"a.step": 2}, "lab 'share' has no setting 'a.step'; did you mean 'a.steps'"),

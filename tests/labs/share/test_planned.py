@@ -44,7 +44,9 @@ def test_work_that_is_not_known_before_is_refused(change: dict[str, Any]) -> Non
 def test_tools_that_cannot_work_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="tools=1 needs"):
         share(**change)
-    with pytest.raises(BadInput, match="reward_ms=\\[9, 1\\] must be two numbers"):
+    with pytest.raises(
+        BadInput, match="reward_ms=\\[9, 1\\] must be the shortest and the longest wait, but 9 exceeds 1"
+    ):
         share(reward_ms=(9, 1))
 
 

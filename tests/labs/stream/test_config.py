@@ -35,7 +35,15 @@ from kit.stream.settings import SAMPLERS
         ({"sampler": "strict"}, "the sampler strict allows no window; use window=0 instead of window=1"),
         ({"sampler": "newest"}, "sampler must be one of strict, in-order, .*, or module:attr, not 'newest'"),
         ({"answer": [5]}, r"answer=\[5\] must be two numbers: the fewest and the most tokens of an answer"),
-        ({"answer": [9, 5]}, r"answer=\[9, 5\] must be two numbers"),
+        (
+            {"answer": [9, 5]},
+            r"answer=\[9, 5\] must be the fewest and the most tokens of an answer, but 9 exceeds 5",
+        ),
+        (
+            {"answer": [0, 5]},
+            r"answer=\[0, 5\] must be the fewest and the most tokens of an answer, each at least 1",
+        ),
+        ({"tool_ms": [9, 5]}, r"tool_ms=\[9, 5\] must be the shortest and the longest wait, but 9 exceeds 5"),
         ({"at_sync": "forget"}, "at_sync must be one of keep, recompute, abort, drain"),
         ({"temperature": 0}, "temperature must be a number from 0.05 to 10, not 0"),
         (
