@@ -162,7 +162,8 @@ class StepLog(Port):
 
     def send(self, command: Command) -> Iterable[Event]:
         seconds = self.meter.take()
-        values = {f"train/{name}": float(command[name]) for name, _ in command.ids if name not in ("step", "version")}
+        names = [name for name, _ in command.ids if name not in ("step", "version")]
+        values = {f"train/{name}": number_of(command, name) for name in names}
         values |= {f"timing/{name}": value for name, value in seconds.items()}
         ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
         ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
@@ -171,6 +172,13 @@ class StepLog(Port):
         except Exception as error:  # noqa: BLE001 - a logger never ends training
             return [Event("logger_failed", command.pipeline, **ids, why=f"{type(error).__name__}: {error}")]
         return [Event("logged", command.pipeline, **ids)]
+
+
+def number_of(command: Command, name: str) -> float:
+    try:
+        return float(command[name])
+    except (TypeError, ValueError):
+        raise BadInput(f"{name}={command[name]!r} is no number, and a logger takes only numbers") from None
 
 
 def drifted(differences: Sequence[float]) -> dict[str, float]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 
+from kit.errors import BadInput
+from kit.loop.messages import Command
 from kit.results.records import Row
-from kit.stream.ports import covered, drifted, spent
+from kit.stream.ports import Meter, StepLog, covered, drifted, spent
+from kit.stream.sides import silent
 
 ROWS: list[tuple[float, str, dict[str, Any]]] = [
     (0.0, "joined", {"replica": 0}),
@@ -82,3 +86,15 @@ def test_a_replica_has_left_when_the_core_reads_it_and_not_when_the_desk_writes_
         Row(metric="ended", time=5.0, ids={}),
     ]
     assert spent(on_its_way)["replicas_idle"] == pytest.approx(1 + 3 / 2 + 0)
+
+
+@pytest.mark.parametrize("value", ["", None, (1, 2)])
+def test_an_id_of_metrics_that_is_no_number_is_named(value: Any) -> None:
+    meter = Meter()
+    for row in rows():
+        meter.see(row)
+    metrics = Command("metrics", "log", step=0, version=1, update=0, reward="0.5", loss=value)
+    with pytest.raises(
+        BadInput, match=rf"^loss={re.escape(repr(value))} is no number, and a logger takes only numbers$"
+    ):
+        StepLog(meter, silent).send(metrics)
