@@ -45,7 +45,7 @@ from kit.loop.explore import (
     world_of,
 )
 from kit.results import Row, Run, create_run, runs_dir
-from kit.results.records import NOTEBOOK
+from kit.results.records import NOTEBOOK, flat
 from kit.results.units import counted
 from kit.target import is_target, load, load_callable, refusal, replaced
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kit.labs.lab import Drive
 
 SEEDS = 1000
+DRAWN = 20  # worlds in which a setting that is drawn differs
 AT_A_TIME = 20  # seeds of one order to a worker
 IN_A_RUN_S = 20.0  # in which a run explores; the same again to make a failure small
 # Worlds that a run explores however long they take, unless one fails: a slow machine must not decide what is judged. Of 40, only one had
@@ -372,9 +373,20 @@ def checked(definition: Definition, settings: Mapping[str, Any]) -> None:
         raise BadInput(f"{why}: worlds run in other processes")
     for name, value in settings.items():
         if name not in own:
-            raise BadInput(f"{name} is drawn for each world; explore {definition.name} takes only {', '.join(own)}")
+            if {name, name.rpartition(".")[2]} & drawn_settings(definition):
+                raise BadInput(f"{name} is drawn for each world; explore {definition.name} takes only {', '.join(own)}")
+            raise BadInput(f"explore {definition.name} has no setting {name!r}; {hint(name, own)}")
         if ":" in str(value):
             check_target(name, str(value))
+
+
+def drawn_settings(definition: Definition) -> set[str]:
+    """The settings of the lab that differ from world to world."""
+    worlds: Worlds = load(definition.worlds)()
+    drawn = [as_settings(worlds.config(world_of(worlds, seed))) for seed in range(DRAWN)]
+    # A nested config's setting counts for all of them.
+    flattened = [{name.rpartition(".")[2]: value for name, value in flat(settings).items()} for settings in drawn]
+    return {name for name in set().union(*flattened) if len({str(known.get(name)) for known in flattened}) > 1}
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------------

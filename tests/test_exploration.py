@@ -281,6 +281,14 @@ def test_bad_input_is_one_sentence() -> None:
         kit.explore("smoke")
     with pytest.raises(BadInput, match="devices is drawn for each world; explore share takes only scheduler, planner"):
         kit.explore("share", devices=3)
+    with pytest.raises(BadInput, match=r"a\.steps is drawn for each world"):
+        kit.explore("share", **{"a.steps": 3})
+    with pytest.raises(
+        BadInput, match="explore stream has no setting 'mingroups'; allowed are: implementation, sampler"
+    ):
+        kit.explore("stream", mingroups=4)
+    with pytest.raises(BadInput, match="explore stream has no setting 'samplr'; did you mean 'sampler'"):
+        kit.explore("stream", samplr="windowed")
     with pytest.raises(BadInput, match="seeds=0 must be at least 1"):
         kit.explore("share", seeds=0)
     with pytest.raises(BadInput, match="--replay takes a world as JSON"):
