@@ -358,8 +358,20 @@ def blame(silent: Sequence[int], looks: dict[int, RankLook], everyone: Sequence[
     if unclear and (absent or len(everyone) == 1):
         return tuple(unclear), "none of them waits for another rank: busy, or waiting for a device"
     if absent:
-        return (), f"waiting in {place} that {ranks_word(absent)} did not enter"
+        return (), f"waiting in {place} that {ranks_word(left_behind(absent, seen, looks))} did not enter"
     return (), f"each waits in {place}, so they entered different ones: compare the stacks"
+
+
+def left_behind(absent: Sequence[int], waiting: Sequence[int], looks: dict[int, RankLook]) -> Sequence[int]:
+    """Those of the absent ranks that a waiting rank is ahead of, and those that no look shows; all where it is ahead of none, as then
+    its group is not known."""
+
+    def is_behind(rank: int) -> bool:
+        pairs = [(one, {one: looks[one], rank: looks[rank]}) for one in waiting]
+        return any(ahead_in_collectives(*pair) or ahead_in_transfers(*pair) for pair in pairs)
+
+    behind = [rank for rank in absent if rank in looks and is_behind(rank)]
+    return [rank for rank in absent if rank in behind or rank not in looks] if behind else absent
 
 
 def ranks_word(ranks: Sequence[int]) -> str:

@@ -68,6 +68,27 @@ def test_blame(silent: list[int], found: dict[int, RankLook], culprits: tuple[in
     assert blame(silent, found, sorted({*silent, *found}))[0] == culprits
 
 
+MEMBERS, OTHERS = look(w=3, pair=0), look(w=3)
+
+
+@pytest.mark.parametrize(
+    ("found", "absent"),
+    [
+        pytest.param({0: look("ranks", w=3, pair=1), 1: OTHERS, 2: OTHERS, 3: MEMBERS}, "rank 3", id="a group of two"),
+        pytest.param({0: look("ranks", w=4), 1: OTHERS, 2: OTHERS, 3: OTHERS}, "ranks 1, 2, 3", id="a group of all"),
+        pytest.param({0: look("ranks", w=3, pair=1), 1: OTHERS, 3: MEMBERS}, "ranks 2, 3", id="one was not seen"),
+        pytest.param({0: look("ranks"), 1: look(), 2: look(), 3: look()}, "ranks 1, 2, 3", id="a group without counts"),
+        pytest.param(
+            {0: look("ranks", received={"pair/3": 1}), 1: look(), 2: look(), 3: look()}, "rank 3", id="a transfer"
+        ),
+    ],
+)
+def test_only_members_of_the_group_are_said_to_be_missing(found: dict[int, RankLook], absent: str) -> None:
+    culprits, why = blame([0], found, range(4))
+    assert not culprits
+    assert why.endswith(f" that {absent} did not enter")
+
+
 class Handle:
     """An object with a work handle's methods; each returns its caller's frame."""
 
