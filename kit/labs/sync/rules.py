@@ -305,8 +305,9 @@ def trainer_ranks(config: Config) -> int:
     return int(config["ranks"] - receivers(config))
 
 
-def shares(frame: pd.DataFrame) -> bool:
-    return bool((frame["phase"] == "shrink").any())
+def shares(config: Config) -> bool:
+    """Whether the trainer and the first replicas share devices. Rows do not tell: a run that broke early lacks them."""
+    return bool(config.get("placement", "overlap") == "overlap")
 
 
 def bit_exact(frame: pd.DataFrame, config: Config) -> Measured:
@@ -432,11 +433,21 @@ def every_parameter_written(frame: pd.DataFrame, config: Config) -> Measured:
     return dataclasses.replace(answer, why="; ".join(reasons))
 
 
+def versions_compared(frame: pd.DataFrame, table: pd.DataFrame) -> pd.Series[float]:
+    """Whether the logits of both versions of a sync differ, for each sync with two. Empty if no sync published a new one."""
+    syncs_only = table[table["phase"].isin(PATHS)]
+    published = (syncs_only.groupby([*BY_SYNC, "rank"])["version"].nunique() > 1).any()
+    return (select(frame, metric="versions_differ") if published else frame[frame["metric"] == "versions_differ"])[
+        "value"
+    ]
+
+
 def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:
     """Did every forward run on a single weight version?"""
     torn, served, moved = (select(frame, metric=name)["value"].sum() for name in ("torn", "served", "logits_moved"))
     table, missing = attempts(frame, config)
-    same = (select(frame, metric="versions_differ")["value"] < 1).sum()
+    versions = versions_compared(frame, table)
+    same = (versions < 1).sum()
     outside, gates = (frame[frame["metric"] == name] for name in ("written_outside", "gates_written"))
     if config.get("implementation") and outside.empty:
         raise Missing("no weights of a serving replica were hashed at its gate")
@@ -452,6 +463,8 @@ def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:
         f"attempted forwards: {len(table) - waited} ran, {waited} waited ({counted(table['rank'].nunique(), 'rank')})",
     ]
     wrong = torn + moved + len(missing) + same + open_writes + torn_gates
+    if versions.empty and not wrong:
+        raise NotMeasured("no sync published a new version, so no forward ran between two")
     return Measured(float(wrong), "; ".join(filter(None, reasons)))
 
 
@@ -529,7 +542,7 @@ def return_to_baseline(metric: str) -> Measure:
     """Counts after every cycle and after the rehearsal against the baseline, which is taken after the base is published."""
 
     def measure(frame: pd.DataFrame, config: Config) -> Measured:
-        last = "shrink" if shares(frame) else "verify"
+        last = "shrink" if shares(config) else "verify"
         before = select(frame, phase="base", metric=metric).set_index("rank")["value"]
         rows = frame[frame["phase"].isin([last, "rehearse"]) & (frame["metric"] == metric)]
         if rows["cycle"].nunique() < min(2, config["cycles"]):
@@ -692,6 +705,14 @@ def weights_once(frame: pd.DataFrame, config: Config) -> Measured:
     )
 
 
+def not_offloaded(config: Config) -> str:
+    return "" if shares(config) else "the trainer is not offloaded: it shares no device with replicas"
+
+
+def none_sleeps(config: Config) -> str:
+    return "" if shares(config) else "no replica sleeps: the trainer shares no device with them"
+
+
 def has_other_copies(config: Config) -> str:
     if (delta := config.get("delta", "off")) != "off":
         return f"delta={delta} keeps a version that is not sent; cache_bounded counts it"
@@ -703,11 +724,12 @@ def copies_allowed(config: Config) -> float:
 
 
 def offloads(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    if not shares(frame):
-        raise NotMeasured("the trainer is not offloaded: it shares no device with replicas")
     rows = frame[frame["metric"] == metric]
-    if rows.empty and not (frame["metric"] == "host_copies").any():
+    offloaded = any(phase == "offload" for _, phase, _ in ended(frame))
+    if rows.empty and offloaded and not (frame["metric"] == "host_copies").any():
         raise NotMeasured("this run was recorded before the lab observed the trainer's offloads")
+    if rows.empty:
+        raise Missing("no offload of the trainer was recorded")
     return rows
 
 
@@ -728,8 +750,6 @@ def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:
     """Do a sleeping replica and an offloaded trainer release their weights?
 
     An engine in place of the kit's model must also refuse a forward while it sleeps."""
-    if not shares(frame):
-        raise NotMeasured("no replica sleeps: the trainer shares no device with them")
     rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep", "offloaded_left"])]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
@@ -804,11 +824,16 @@ RULES = (
         cannot=lambda config: kits_only(config, "your synchroniser keeps its copies anywhere"),
     ),
     rule(weights_adopted, limit=MOST_COPIED, unit="ratio", when=lambda config: config.get("refresh") == "adopted"),
-    rule(sleepers_release),
+    rule(sleepers_release, cannot=none_sleeps),
     rule(delta_bytes, limit=2, unit="ratio", cycles=2, when=lambda config: config["delta"] != "off"),
-    rule(trainer_restored),
+    rule(trainer_restored, cannot=not_offloaded),
     rule(trainer_untouched, when=lambda config: bool(config.get("implementation"))),
-    rule(weights_once, limit=copies_allowed, unit="copies", cannot=has_other_copies),
+    rule(
+        weights_once,
+        limit=copies_allowed,
+        unit="copies",
+        cannot=lambda config: has_other_copies(config) or not_offloaded(config),
+    ),
     rule(failure_is_clean),
     Rule(
         "others_untouched",

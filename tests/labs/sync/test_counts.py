@@ -16,13 +16,16 @@ from kit.labs.sync.lab import SyncConfig, is_asked
 from kit.labs.sync.rules import (
     AFTER,
     PUBLISHED,
+    RULES,
     attempts,
     no_second_copy,
+    no_torn_reads,
     out_of_order,
     receivers_answer,
     required_order,
+    return_to_baseline,
 )
-from kit.results import NotMeasured
+from kit.results import Measured, Missing, NotMeasured, Rule
 
 CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}
 Rows = list[dict[str, Any]]
@@ -322,3 +325,55 @@ def test_a_copy_that_every_version_leaves_is_counted_on_either_end(
     assert where in answer.why
     assert "only replicas" not in answer.why
     assert "only replicas" in no_second_copy(frame[frame["cycle"] < 3], {**config, "cycles": 2}).why
+
+
+def rule_named(name: str) -> Rule:
+    return next(rule for rule in RULES if rule.name == name)
+
+
+@pytest.mark.parametrize("name", ["sleepers_release", "trainer_restored", "weights_once"])
+def test_a_run_that_broke_before_it_offloaded_is_not_said_to_share_no_device(name: str) -> None:
+    broke = frame(receiver("refresh"), sender("refresh"))
+    asked = rule_named(name)
+    overlap, apart = (
+        {**CONFIG, "cycles": 1, "arena": "views", "placement": placement} for placement in ("overlap", "apart")
+    )
+    assert asked.unanswerable(overlap) is None
+    with pytest.raises(Missing, match=r"no offload of the trainer was recorded|no sleeping replica was looked at"):
+        asked.measure(broke, overlap)
+    assert "shares no device" in str(asked.unanswerable(apart))
+
+
+@pytest.mark.parametrize(("placement", "last"), [("overlap", "shrink"), ("apart", "verify")])
+def test_the_placement_says_after_which_phase_counts_are_back(placement: str, last: str) -> None:
+    counted = {"base": 1.0, "verify": 3.0, last: 1.0}
+    rows = [{"rank": 2, "cycle": 1, "phase": phase, "metric": "groups", "value": of} for phase, of in counted.items()]
+    config = {**CONFIG, "cycles": 1, "placement": placement}
+    answer = return_to_baseline("groups")(pd.DataFrame(rows), config)
+    assert isinstance(answer, Measured)
+    assert answer.value == 0.0
+
+
+def served_while(rows: Rows, **counts: float) -> pd.DataFrame:
+    """A refresh, and what the replica counted in it."""
+    metrics = {"torn": 0.0, "served": 5.0, "logits_moved": 0.0, **counts}
+    own = [{"rank": 2, "metric": metric, "value": value} for metric, value in metrics.items()]
+    counted = pd.DataFrame(own).assign(cycle=1, phase="refresh", ids="")
+    return pd.concat([frame(rows, sender("refresh")), counted], ignore_index=True)
+
+
+def test_where_no_version_was_published_a_torn_read_would_not_show() -> None:
+    rows = [{**row, "version": 0} for row in receiver("refresh")]
+    with pytest.raises(NotMeasured, match="no sync published a new version") as error:
+        no_torn_reads(served_while(rows), CONFIG)
+    assert not isinstance(error.value, Missing)
+    assert no_torn_reads(served_while(rows, torn=2.0), CONFIG).value == 2.0
+    assert no_torn_reads(served_while(rows, logits_moved=1.0), CONFIG).value == 1.0
+
+
+def test_two_versions_with_the_same_logits_hide_torn_reads() -> None:
+    assert no_torn_reads(served_while(receiver("refresh"), versions_differ=1.0), CONFIG).value == 0.0
+    same = no_torn_reads(served_while(receiver("refresh"), versions_differ=0.0), CONFIG)
+    assert (same.value, "two versions gave the same logits" in same.why) == (1.0, True)
+    with pytest.raises(Missing, match="versions_differ"):
+        no_torn_reads(served_while(receiver("refresh")), CONFIG)

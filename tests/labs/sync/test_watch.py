@@ -131,14 +131,23 @@ def test_forwards_are_judged_by_logits_and_by_label(made: str, torn: int, mislab
     """Each version has logits for prompts; `b` is a prompt for which two versions have the same."""
     forwards = Scene().forwards
     forwards.made = {n: Forward(one[0], (int(one[1]), int(one[1])), True) for n, one in enumerate(made.split())}
-    found = judge_forwards(forwards, {0: frozenset("sS"), 1: frozenset("oOb"), 2: frozenset("nNb")}, 1, 2)
+    known = {0: frozenset("sS"), 1: frozenset("oOb"), 2: frozenset("nNb")}
+    found = judge_forwards(forwards, known, known[1], known[2])
     assert (found.served, found.torn, found.mislabelled) == (len(made.split()), torn, mislabelled)
+
+
+def test_weights_that_are_written_without_a_version_are_not_torn_by_that() -> None:
+    forwards = Scene().forwards
+    forwards.made = {n: Forward(logits, (1, 1), True) for n, logits in enumerate("oon")}
+    assert judge_forwards(forwards, {1: frozenset("n")}, frozenset("o"), frozenset("n")).torn == 0
+    forwards.made[1] = Forward("x", (1, 1), True)
+    assert judge_forwards(forwards, {1: frozenset("n")}, frozenset("o"), frozenset("n")).torn == 1
 
 
 def test_nobody_is_routed_to_a_forward_that_does_not_count() -> None:
     forwards = Scene().forwards
     forwards.made = {0: Forward("rubbish", (1, 1), False)}
-    assert judge_forwards(forwards, {1: frozenset("o"), 2: frozenset("n")}, 1, 2) == (0, 0, 0)
+    assert judge_forwards(forwards, {1: frozenset("o"), 2: frozenset("n")}, frozenset("o"), frozenset("n")) == (0, 0, 0)
 
 
 def test_prompts_take_turns_and_an_answer_belongs_to_its_prompt(scene: Scene) -> None:

@@ -480,7 +480,7 @@ def go_back(replica: SyncReplica) -> None:
     if staged or not goes_back:
         rest = known.setdefault(receiver.version, replica.forwards.known_at_rest())
         if staged:
-            judged = judge_forwards(replica.forwards, known, version, receiver.version)
+            judged = judge_forwards(replica.forwards, known, known.get(version, frozenset()), rest)
             wrong = judged.torn + judged.mislabelled + int(failed is not None or served not in rest)
             wrong += replica.forwards.wrong_answers(replica.serving.served)
             note(replica, "served_wrong", wrong, TOO_LATE)

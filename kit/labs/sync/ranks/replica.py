@@ -392,6 +392,7 @@ class SyncReplica(Side):
     def take(self) -> None:
         """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
         old, asleep, known = self.receiver.version, self.model.asleep, self.watch.known
+        before = known.get(old, frozenset())
         self.watch.reset(self.path_of(asleep=asleep))
         try:
             if not asleep:
@@ -414,9 +415,10 @@ class SyncReplica(Side):
         if not asleep:
             self.ctx.record("bytes_arrived", self.watch.arrived, "B")
             self.ctx.record("base_named", self.watch.base, was=old)
-            for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
+            for metric, count in judge_forwards(self.forwards, known, before, known[new])._asdict().items():
                 self.ctx.record(metric, count)
-            self.ctx.record("versions_differ", int(known[new] != known.get(old)))
+            if new != old:
+                self.ctx.record("versions_differ", int(known[new] != before))
 
     def receive(self) -> None:
         """Take part in the next sync."""

@@ -271,10 +271,12 @@ class JudgedForwards(NamedTuple):
     mislabelled: int  # on another version than the replica reported at that moment
 
 
-def judge_forwards(forwards: Forwards, known: Mapping[int, frozenset[str]], old: int, new: int) -> JudgedForwards:
-    """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
+def judge_forwards(
+    forwards: Forwards, known: Mapping[int, frozenset[str]], before: frozenset[str], after: frozenset[str]
+) -> JudgedForwards:
+    """Compare the forwards of a replica with a route with its logits at rest before and after a sync. These are of two versions, if it
+    published one."""
     routed = [forward for _, forward in sorted(forwards.made.items()) if forward.routed]
-    before, after = known.get(old, frozenset()), known[new]
     torn = forwards.overlaps + sum(forward.logits not in before | after for forward in routed)
     news = [place for place, forward in enumerate(routed) if forward.logits in after - before]
     if news:
