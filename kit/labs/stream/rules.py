@@ -19,7 +19,7 @@ from kit.labs.definition import EXPLORED, in_a_notebook, own_code
 from kit.labs.explored import no_world_fails
 from kit.labs.served import SERVED
 from kit.labs.stream import tables
-from kit.labs.stream.lab import ALL, OWN, phase_wanted
+from kit.labs.stream.lab import ALL, ON_SIMULATED_RANKS, OWN, phase_wanted
 from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
 from kit.results.records import Unjudged
@@ -46,6 +46,8 @@ Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 LOOPS = ("lockstep", "stream")  # phases with a ledger
 # Phases with a ledger of a loop that is stopped and one of the loop that continues it.
 RESUMED = ("resume", "resume_lockstep")
+JUDGED = (*LOOPS, "rehearse")  # phases with a loop that the rules of a ledger judge
+ANY_LOOP = (*LOOPS, *RESUMED, "rehearse")
 MANY = 100  # groups needed to show a length bias
 
 
@@ -313,15 +315,15 @@ def no_rehearsal(config: Mapping[str, Any]) -> str:
     if "simulated" not in config:
         return "only a run of the lab rehearses this"
     if config["simulated"]:
-        return ""
-    if "rehearse" not in phases_in(config):
-        return "the setting phases leaves out rehearse"
+        return left_out(config, ("stream",))
+    if why := left_out(config, ("rehearse",)):
+        return why
     return "" if config["replicas"] > 1 else "the only replica is not killed, because the loop could not continue"
 
 
 def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Did every loop end on its own?"""
-    judged = with_own_code(config, (*LOOPS, *RESUMED, "rehearse"))
+    judged = with_own_code(config, ANY_LOOP)
     begun = [*whole_loops(frame, judged)]
     if not begun:
         raise Missing("no phase recorded a ledger")
@@ -461,7 +463,7 @@ def every_sample_trained(frame: pd.DataFrame, config: Mapping[str, Any]) -> Viol
     if not (frame["metric"] == "learning").any():
         raise NotMeasured("no update recorded which samples its gradients came from")
     judged, groups, why = 0, 0, "no update was finished"
-    for phase in with_own_code(config, (*LOOPS, "rehearse")):
+    for phase in with_own_code(config, JUDGED):
         if (rows := ledger(frame, phase)) is None or not (trained := rows.trained()):
             continue
         groups += len(trained)
@@ -574,6 +576,20 @@ def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
     return phase_wanted(config.get("phases", ALL))
 
 
+def left_out(config: Mapping[str, Any], phases: Sequence[str]) -> str:
+    """Why none of these phases can have a ledger; empty if one can."""
+    judged = [
+        phase for phase in with_own_code(config, phases) if phase in ON_SIMULATED_RANKS or not config.get("simulated")
+    ]
+    if {*judged} & {*phases_in(config)}:
+        return ""
+    return f"the setting phases leaves out {', '.join(judged)}"
+
+
+def no_loop(phases: Sequence[str]) -> Callable[[Mapping[str, Any]], str]:
+    return lambda config: left_out(config, phases)
+
+
 def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
     """Whether these phases ran on ranks."""
     return lambda config: not config["simulated"] and {*phases} <= {*phases_in(config)}
@@ -582,6 +598,14 @@ def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
 def resumes(config: Mapping[str, Any]) -> bool:
     on_ranks = ran("resume")(config) or ran("lockstep", "resume_lockstep")(config)
     return on_ranks or (config["simulated"] and "resume" in phases_in(config))
+
+
+def nothing_resumed(config: Mapping[str, Any]) -> str:
+    if config["steps"] < 2:
+        return "a single step leaves nothing to resume"
+    return (
+        left_out(config, ("stream",)) if config["simulated"] else ""
+    )  # there it is held against the loop that did not stop
 
 
 def explores(config: Mapping[str, Any]) -> bool:
@@ -597,6 +621,13 @@ LEDGER_RULES: tuple[ByLedger, ...] = (*judge.RULES, replicas_answer, no_length_b
 # Lockstep waits for all groups of a step by design.
 LOOPS_OF = {"trains_before_straggler": ("stream",)}
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
+
+
+def rule_of_ledger(by_ledger: ByLedger) -> Rule:
+    phases = LOOPS_OF.get(by_ledger.__name__, JUDGED)
+    asked = rule(by_ledger, limit=LIMITS.get(by_ledger.__name__, 0.0), cannot=no_loop(phases))
+    return replace(asked, measure=in_every_loop(by_ledger, phases))
+
 
 RULES: tuple[Rule, ...] = (
     rule(
@@ -618,22 +649,16 @@ RULES: tuple[Rule, ...] = (
     rule(
         resume_equals,
         when=resumes,
-        cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
+        cannot=nothing_resumed,
     ),
     rule(no_world_fails, when=explores, cannot=lambda config: in_a_notebook(config, OWN)),
-    rule(no_deadlock),
+    rule(no_deadlock, cannot=no_loop(ANY_LOOP)),
     rule(controller_answers, limit=50, unit="ms", when=ran("stream")),
     rule(logger_is_harmless, cannot=no_rehearsal),
     rule(death_named_in_time, limit=1, unit="s", when=ran(), cannot=no_rehearsal),
     # 3e-2 is usual between an engine and a trainer. The lab recomputes its own tokens, which is more exact.
     rule(tokens_match, limit=3e-2, when=lambda config: "simulated" not in config),
-    *(
-        replace(
-            rule(by_ledger, limit=LIMITS.get(by_ledger.__name__, 0.0)),
-            measure=in_every_loop(by_ledger, LOOPS_OF.get(by_ledger.__name__, (*LOOPS, "rehearse"))),
-        )
-        for by_ledger in LEDGER_RULES
-    ),
+    *map(rule_of_ledger, LEDGER_RULES),
 )
 
 PRESETS = {

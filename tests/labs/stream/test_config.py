@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.stream.lab import StreamConfig, plan, roles, settings
+from kit.labs.stream.rules import RULES
+from kit.results import judge, to_frame
 from kit.stream.settings import SAMPLERS
 
 
@@ -85,3 +88,29 @@ def test_phases_may_be_left_out() -> None:
         "end",
     ]
     assert len(plan(StreamConfig())) == 10
+
+
+@pytest.mark.parametrize(
+    ("config", "loops"),
+    [
+        ({"phases": "plain", "implementation": "mine:C"}, "lockstep, stream, rehearse"),
+        ({"phases": "explored", "implementation": "mine:C", "simulated": True}, "stream, rehearse"),
+        ({"phases": "plain, lockstep", "sampler": "mine:S"}, "stream, rehearse"),
+    ],
+)
+def test_without_a_phase_that_has_a_ledger_its_checks_are_not_measured(config: dict[str, Any], loops: str) -> None:
+    settings_of_run = {**dataclasses.asdict(StreamConfig()), **config}
+    verdict = judge(to_frame([]), settings_of_run, RULES, suspect="own code")
+    whys = {row.check: row.why for row in verdict}
+    left_out = "not measured: the setting phases leaves out"
+    assert whys["every_group_once"] == whys["replicas_answer"] == f"{left_out} {loops}"
+    assert whys["trains_before_straggler"] == f"{left_out} stream"
+    assert whys["no_deadlock"].startswith(left_out)
+    assert "ledger" not in " ".join(whys.values())
+
+
+def test_with_a_phase_that_has_a_ledger_own_code_may_have_kept_it_away() -> None:
+    settings_of_run = {**dataclasses.asdict(StreamConfig()), "phases": "stream", "implementation": "mine:C"}
+    rows = {row.check: row for row in judge(to_frame([]), settings_of_run, RULES, suspect="own code")}
+    assert rows["every_group_once"].passed is rows["no_deadlock"].passed is False
+    assert "no phase recorded a ledger; own code may have kept them away" in rows["every_group_once"].why
