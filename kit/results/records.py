@@ -56,6 +56,7 @@ SEALED_FACTS = ("config", "lab", "fault")
 SCHEMA = (
     3  # in run.json; since 3 a run that ended is sealed; runs without it coded texts and ids in the names of metrics
 )
+ZEROS = "came back as zeros"  # what a record says of a tensor that was something else before
 STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it
 NOTEBOOK = -1  # the rank of what the notebook side recorded
 PATTERN = "records*.jsonl"

@@ -25,6 +25,7 @@ from kit.measure import phase
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import TensorState, held_bytes, live_bytes, tensor_differences
+from kit.results.records import ZEROS
 
 
 @pytest.fixture
@@ -349,6 +350,22 @@ def test_what_is_not_as_it_was_is_named() -> None:
     assert [str(one) for one in tensor_differences(before, job.state().prints()) if one.kind == "optimizer"] == [
         "optimizer optimizer.state.0.exp_avg: type torch.float32 became torch.float64"
     ]
+
+
+def test_a_tensor_that_came_back_as_zeros_is_said_to_be_that() -> None:
+    job = Job()
+    before = job.state().prints()
+    gradient: Any = job.net[0].weight.grad
+    gradient.zero_()
+    job.optimizer.param_groups[0]["lr"] = 0.0  # a plain value is no tensor
+    value, zeros = sorted(tensor_differences(before, job.state().prints()), key=lambda one: one.kind, reverse=True)
+    assert (value.kind, value.what) == ("optimizer", "other numbers")
+    assert (zeros.kind, zeros.what) == ("grads", ZEROS)
+    assert zeros.largest
+    assert str(zeros).endswith(f".grad: came back as zeros, largest difference {zeros.largest:.3g}")
+    gradient[0, 3] = 1e-20
+    (other,) = [one for one in tensor_differences(before, job.state().prints()) if one.kind == "grads"]
+    assert other.what == "other numbers"
 
 
 def test_a_tensor_that_became_another_one_is_not_called_gone() -> None:

@@ -35,6 +35,7 @@ from kit.results.growth import (
     worst,
     worst_of,
 )
+from kit.results.records import ZEROS
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -141,9 +142,18 @@ def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         return dataclasses.replace(came, why=f"after the reload had returned, bytes still came: {came.why}")
     return dataclasses.replace(
         changed,
-        why=f"{changed.why}; {hashed.sum():.0f} tensors hashed before release and after reload",
+        why=f"{changed.why}; {hashed.sum():.0f} tensors hashed before release and after reload{dropped(frame, config)}",
         if_passed="dropped_grads=true allows gradients to come back as zeros" if config.get("dropped_grads") else "",
     )
+
+
+def dropped(frame: pd.DataFrame, config: Mapping[str, Any]) -> str:
+    """A word on the setting for a release that drops gradients, if gradients came back as zeros and no other tensor did."""
+    rows = frame[(frame["phase"] == "verify") & (frame["metric"] == "tensor_differs") & (frame["text"] == ZEROS)]
+    kinds = {read_ids(ids)["kind"] for ids in rows["ids"]}
+    if kinds != {"grads"} or config.get("dropped_grads"):
+        return ""
+    return "; dropped_grads=true states that gradients are meant to come back as zeros"
 
 
 def training_continues_bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

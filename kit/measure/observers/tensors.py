@@ -26,6 +26,7 @@ import torch
 
 from kit.measure.observers.births import attributes, is_group
 from kit.measure.phase import shared_bytes, shared_spans
+from kit.results.records import ZEROS
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
@@ -256,7 +257,7 @@ def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None
         return f"was a part of {old.part_of} and lies in other memory now", None
     if old.digest != new.digest:
         apart = (old.sample.double() - new.sample.double()).abs().nan_to_num(nan=float("inf"))
-        return "other numbers", float(apart.max()) if len(apart) else None
+        return (ZEROS if _is_zeros(new) else "other numbers"), float(apart.max()) if len(apart) else None
     return "", None
 
 
@@ -266,8 +267,15 @@ def _is_dropped(old: Print | None, new: Print | None) -> bool:
         return True
     if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         return False
-    zeros = torch.zeros(new.shape, dtype=getattr(torch, new.dtype.removeprefix("torch.")))
-    return (old.part_of, old.at) == (new.part_of, new.at) and new.digest == tensor_digest(zeros)
+    return (old.part_of, old.at) == (new.part_of, new.at) and _is_zeros(new)
+
+
+def _is_zeros(print_: Print) -> bool:
+    """Whether a tensor has zeros only; a plain value of an optimizer is no tensor."""
+    if not print_.device or bool(print_.sample.count_nonzero()):
+        return False
+    zeros = torch.zeros(print_.shape, dtype=getattr(torch, print_.dtype.removeprefix("torch.")))
+    return print_.digest == tensor_digest(zeros)
 
 
 def _kinds(values: list[Any]) -> dict[int, str]:

@@ -15,8 +15,10 @@ from kit.labs.offload.ranks.releaser import reported as reported_by
 from kit.labs.offload.rules import piled_up
 from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpu_of_rank
+from kit.results.records import ZEROS
 from kit.results.rules import NotMeasured
 from tests.labs.parts import Answers
+from tests.results.conftest import make_record
 
 MIB = 2**20
 CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
@@ -508,3 +510,33 @@ def test_what_communicators_hold_is_summed_before_and_after_they_are_suspended()
         "comm_total_after": 2,
         "groups_skipped": 1,
     }
+
+
+def restored(*differing: tuple[str, str], **config: object) -> VerdictRow:
+    """The answer to tensors that differ after a reload, each with its kind and what is said of it."""
+    of_verify = {"lab": "offload", "cycle": 1, "phase": "verify", "unit": "1"}
+    counts = {"tensors_hashed": 9.0, "tensors_changed": float(len(differing))}
+    rows = [make_record(**of_verify, metric=name, value=count) for name, count in counts.items()]
+    for number, (kind, what) in enumerate(differing):
+        ids = {"tensor": str(number), "kind": kind}
+        rows.append(make_record(**of_verify, metric="tensor_differs", value=0.05, text=what, ids=ids))
+    settings = {**CONFIG, "cycles": 1, **config}
+    return Answers(to_frame(rows), settings, find("offload").load_rules())["tensors_restored"]
+
+
+@pytest.mark.parametrize(
+    ("differing", "meant", "told"),
+    [
+        ([("grads", ZEROS), ("grads", ZEROS)], False, True),
+        ([("grads", ZEROS), ("weights", "other numbers")], False, True),
+        ([("grads", ZEROS), ("weights", ZEROS)], False, False),
+        ([("grads", "other numbers")], False, False),
+        ([("grads", ZEROS)], True, False),
+    ],
+)
+def test_the_setting_for_dropped_gradients_is_named_where_only_gradients_are_zeros(
+    differing: list[tuple[str, str]], meant: bool, told: bool
+) -> None:
+    row = restored(*differing, dropped_grads=meant)
+    assert row.passed is False
+    assert ("dropped_grads=true states that gradients are meant" in row.why) is told
