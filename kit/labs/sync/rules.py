@@ -41,6 +41,7 @@ AFTER = ("apply", "close", "closed", "teardown", "derive", "finalize", "publish"
 BEFORE = {"refresh": ("begin", "open"), "stream": ("begin", "gate", "open"), "expand": ("begin", "wake", "open")}
 PUBLISHED = ("publish", "activate", "end")
 SERVED = ("refresh", "stream")  # paths for replicas that are awake
+NO_OFFLOAD = "no offload of the trainer was recorded"
 WAITS, UNASKED = "waits", "unasked"
 END = "the end of the sync", 0
 BY_SYNC = ["cycle", "phase", "path", "sync"]
@@ -725,12 +726,15 @@ def copies_allowed(config: Config) -> float:
 
 def offloads(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     rows = frame[frame["metric"] == metric]
-    offloaded = any(phase == "offload" for _, phase, _ in ended(frame))
-    if rows.empty and offloaded and not (frame["metric"] == "host_copies").any():
+    if rows.empty and was_offloaded(frame) and not (frame["metric"] == "host_copies").any():
         raise NotMeasured("this run was recorded before the lab observed the trainer's offloads")
     if rows.empty:
-        raise Missing("no offload of the trainer was recorded")
+        raise Missing(NO_OFFLOAD)
     return rows
+
+
+def was_offloaded(frame: pd.DataFrame) -> bool:
+    return any(phase == "offload" for _, phase, _ in ended(frame))
 
 
 def weights_adopted(frame: pd.DataFrame, config: Config) -> Measured:
@@ -753,6 +757,8 @@ def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:
     rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep", "offloaded_left"])]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
+    if not was_offloaded(frame):
+        incomplete(NO_OFFLOAD)
     kept, answered = (rows[rows["metric"] == metric] for metric in ("asleep_tensors", "answered_asleep"))
     left = rows[rows["metric"] == "offloaded_left"]["value"].any()
     if config.get("serve") == "vllm" and not answered["value"].any() and not left:

@@ -25,7 +25,7 @@ from kit.labs.sync.rules import (
     required_order,
     return_to_baseline,
 )
-from kit.results import Measured, Missing, NotMeasured, Rule
+from kit.results import Measured, Missing, NotMeasured, Rule, judge
 
 CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}
 Rows = list[dict[str, Any]]
@@ -377,3 +377,12 @@ def test_two_versions_with_the_same_logits_hide_torn_reads() -> None:
     assert (same.value, "two versions gave the same logits" in same.why) == (1.0, True)
     with pytest.raises(Missing, match="versions_differ"):
         no_torn_reads(served_while(receiver("refresh")), CONFIG)
+
+
+def test_replicas_that_slept_before_the_first_offload_say_nothing_of_the_trainer() -> None:
+    slept = {"rank": 2, "cycle": 0, "phase": "base", "metric": "asleep_tensors", "ids": "", "text": ""}
+    config = {**CONFIG, "cycles": 1, "placement": "overlap"}
+    for kept, verdict in ((0.0, None), (2.0, False)):
+        (row,) = judge(pd.DataFrame([{**slept, "value": kept}]), config, [rule_named("sleepers_release")])
+        assert row.passed is verdict
+        assert kept or "no offload of the trainer was recorded" in row.why
