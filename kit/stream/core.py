@@ -20,7 +20,7 @@ A step that fails is aborted; its groups that are not in the weights yet become 
 | sync | sync (version, at_sync, replicas) | published (version, replica) for each, then synced (version), or error |
 | desk | acquire (kind) | granted (kind) |
 | desk | release (kind), progress (completed, target) | none; a release before the grant withdraws the request |
-| log | metrics (step, update, version, numbers) | logged or logger_failed |
+| log | metrics (step, update, version, others) | logged or logger_failed |
 | sampler | admit (version), select (version, least, most) | admitted (target, -1: none), chosen (groups, evicted, aborted) |
 | the asker | answer (of, question, ..) | to the event ask (of, question, asker) |
 | runner | ended (why) | none: the loop is over |
@@ -35,8 +35,10 @@ What another core must know of these, as only some of it shows in the table:
 - `which` of logprobs is one of `StreamSettings.logprobs`. All settings are fields of `kit.stream.settings.StreamSettings`.
 - `step_retries` counts the steps that are tried again in a whole run. A step that is tried again may keep its number.
 - The groups of a step that is given up go back to free places; one that finds none ends.
+- A `microbatch` has its groups in the order of their numbers: in another one, sums are rounded otherwise than in plain training.
 - Data that end within a step end the loop with why=error: no batch is dropped in silence.
-- Notes that checks need of every core: place, slot and their returns, and in `metrics` at least one of its numbers.
+- Notes that checks need of every core: place, slot and their returns. The other ids of `metrics` are what is logged, each a
+  number; checks need at least one of those in docs/ledger.md.
 """
 
 from __future__ import annotations
