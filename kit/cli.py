@@ -978,7 +978,9 @@ COMMANDS: tuple[
         "write a working file for your own code, the same with a bug, and their test",
         ("releaser my_releaser", "planner my_planner --to mine"),
         (
-            command_option("kind", "KIND", "releaser, trainer, transport, receiver, synchroniser, sampler or planner"),
+            command_option(
+                "kind", "KIND", "releaser, trainer, transport, receiver, synchroniser, sampler, controller or planner"
+            ),
             command_option("name", "NAME", "name of the module: NAME.py and test_NAME.py are written"),
             file("--to", "DIR", "folder for both files; default: the working directory"),
         ),

@@ -84,6 +84,15 @@ STARTERS = {
         "resume_equals",
         {"simulated": True, "worlds": 0, "places": 16, "steps": 6},
     ),
+    "controller": Starter(
+        "stream",
+        "implementation",
+        "own_controller",
+        "WholeBatches",
+        "WholeBatchesThatDoNotWait",
+        "publish_before_use",
+        {"simulated": True, "worlds": 0, "min_groups": 4},
+    ),
     "planner": Starter(
         "share",
         "planner",

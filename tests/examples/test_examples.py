@@ -25,6 +25,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 SHARED = Path("/dev/shm")
 SHOWN_ELSEWHERE = {
     "ledger",
+    "own_controller",
     "own_pair",
     "own_planner",
     "own_sampler",

@@ -36,6 +36,21 @@ def test_an_own_sampler_passes_the_ledgers_checks() -> None:
     assert {row.check for row in verdict if row.passed} >= {"every_group_once", "no_sample_too_old", "permits_return"}
 
 
+@pytest.mark.parametrize("more", [{"batch": 8}, {"window": 0, "at_sync": "recompute"}])
+def test_the_examples_controller_passes_its_loops_and_random_worlds(places: None, more: dict[str, Any]) -> None:
+    run = kit.run(
+        "stream",
+        simulated=True,
+        worlds=15,
+        min_groups=4,
+        implementation="docs.examples.own_controller:WholeBatches",
+        **more,
+    )
+    assert failed(run.verdict()) == set()
+    answered = {row.check for row in run.verdict() if row.passed}
+    assert {"no_world_fails", "resume_equals", "abort_on_failure", "permits_return"} <= answered
+
+
 def own_controller(plan: StreamSettings, start: Resume | None = None) -> Controller:
     """Stands in for a user's controller; it returns the kit's."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
