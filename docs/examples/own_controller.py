@@ -242,6 +242,10 @@ class WholeBatches:
         if self.settings.on_dead_replica == "stop" or not t.replicas:
             t.error = t.error or f"replica {event.replica} died"
 
+    def on_ask(self, t: State, event: Event) -> None:
+        counts = {"groups": len(t.groups), "replicas": len(t.replicas)}
+        self.do("answer", event.asker, of=event.of, question=event.question, version=t.version, **counts)
+
     # -- syncs and devices
 
     def release(self, t: State, kind: str) -> None:
