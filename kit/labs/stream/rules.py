@@ -19,7 +19,7 @@ from kit.labs.definition import EXPLORED, in_a_notebook, own_code
 from kit.labs.explored import no_world_fails
 from kit.labs.served import SERVED
 from kit.labs.stream import tables
-from kit.labs.stream.lab import ALL, ON_SIMULATED_RANKS, OWN, phase_wanted
+from kit.labs.stream.lab import ALL, ON_SIMULATED_RANKS, OWN, PHASES, phase_wanted
 from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
 from kit.results.records import Unjudged
@@ -267,14 +267,19 @@ def continues(frame: pd.DataFrame, phase: str, resumed: LoopLedger) -> Measured:
 
 def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     """Does the controller answer questions while replicas and trainer are busy?"""
-    asked, seconds = (
+    answered, seconds = (
         select(frame, phase="stream", metric=name)["value"].iloc[-1] for name in ("answers", "answer_seconds")
     )
-    if asked < QUESTIONS_ASKED:
+    questions = frame[(frame["phase"] == "stream") & (frame["metric"] == "questions")]["value"].max()
+    if not answered and questions >= QUESTIONS_ASKED:
+        raise NotMeasured(f"the controller answered none of {questions:.0f} questions (the event `ask`)")
+    if answered < QUESTIONS_ASKED:
         raise NotMeasured(
-            f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed; use more steps"
+            f"only {answered:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed; use more steps"
         )
-    return Measured(1000 * seconds, f"median over {asked:.0f} questions from outside while replicas and trainer worked")
+    return Measured(
+        1000 * seconds, f"median over {answered:.0f} questions from outside while replicas and trainer worked"
+    )
 
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -578,9 +583,8 @@ def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def left_out(config: Mapping[str, Any], phases: Sequence[str]) -> str:
     """Why none of these phases can have a ledger; empty if one can."""
-    judged = [
-        phase for phase in with_own_code(config, phases) if phase in ON_SIMULATED_RANKS or not config.get("simulated")
-    ]
+    there = ON_SIMULATED_RANKS if config.get("simulated") else PHASES
+    judged = [phase for phase in with_own_code(config, phases) if phase in there]
     if {*judged} & {*phases_in(config)}:
         return ""
     return f"the setting phases leaves out {', '.join(judged)}"
@@ -603,9 +607,8 @@ def resumes(config: Mapping[str, Any]) -> bool:
 def nothing_resumed(config: Mapping[str, Any]) -> str:
     if config["steps"] < 2:
         return "a single step leaves nothing to resume"
-    return (
-        left_out(config, ("stream",)) if config["simulated"] else ""
-    )  # there it is held against the loop that did not stop
+    # A simulated loop that resumes is compared with the one that did not stop.
+    return left_out(config, ("stream",)) if config["simulated"] else ""
 
 
 def explores(config: Mapping[str, Any]) -> bool:

@@ -164,6 +164,7 @@ class LiveLoop:
 
     def ended(self, runner: Runner) -> None:
         self.drive.record("controller_seconds", sum(runner.own), "s", events=len(runner.own))
+        self.drive.record("questions", len(self.asker.asked))
         self.drive.record("answers", len(self.asker.seconds))
         self.drive.record("answer_seconds", statistics.median(self.asker.seconds or [math.nan]), "s")
         if self.ranks.stuck is not None:
@@ -207,9 +208,8 @@ class Asker(Port):
     def __init__(self) -> None:
         self.began = time.time()
         self.due = self.began + ASKS_S
-        self.asked: list[
-            tuple[float, float]
-        ] = []  # when each question was due, and how long the thread had been queued until then
+        # When each question was due, and how long this thread had been queued until then.
+        self.asked: list[tuple[float, float]] = []
         self.seconds: list[float] = []
         self.seen = self.began, machine.queued_seconds()
 

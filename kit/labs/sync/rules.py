@@ -438,9 +438,9 @@ def versions_compared(frame: pd.DataFrame, table: pd.DataFrame) -> pd.Series[flo
     """Whether the logits of both versions of a sync differ, for each sync with two. Empty if no sync published a new one."""
     syncs_only = table[table["phase"].isin(PATHS)]
     published = (syncs_only.groupby([*BY_SYNC, "rank"])["version"].nunique() > 1).any()
-    return (select(frame, metric="versions_differ") if published else frame[frame["metric"] == "versions_differ"])[
-        "value"
-    ]
+    if published:
+        return select(frame, metric="versions_differ")["value"]
+    return frame[frame["metric"] == "versions_differ"]["value"]
 
 
 def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:

@@ -48,8 +48,10 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
             over = any(end.at > row.at for end in ledger.ends(group)) or any(
                 request.at > row.at for request in sample.sent
             )
-            left += not over
-            if ledger.ended and not over:
+            if over:
+                continue
+            left += 1
+            if ledger.ended:
                 yield f"{row}: its sample {name} of group {group} was not resent, and the group has no end"
         back = [
             joined.at

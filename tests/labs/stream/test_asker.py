@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
 from kit import machine
 from kit.labs.stream import sides
+from kit.labs.stream.rules import controller_answers
 from kit.loop.messages import Command
+from kit.results.rules import NotMeasured
 
 
 @pytest.mark.parametrize(("queued", "late"), [(0.0, 0.3), (0.29, 0.01), (0.4, 0.0)])
@@ -58,3 +61,12 @@ def test_what_was_queued_before_the_loop_waited_does_not_count(monkeypatch: pyte
     now[0] += 0.3
     asker.send(Command("answer", "asker", question=0))
     assert asker.seconds == [pytest.approx(0.3)]
+
+
+def test_a_controller_that_answers_nothing_is_told_so() -> None:
+    values = {"questions": 80.0, "answers": 0.0, "answer_seconds": float("nan")}
+    frame = pd.DataFrame([{"phase": "stream", "metric": metric, "value": value} for metric, value in values.items()])
+    with pytest.raises(NotMeasured, match="answered none of 80 questions"):
+        controller_answers(frame, {})
+    with pytest.raises(NotMeasured, match="only 0 questions fitted"):
+        controller_answers(frame[frame["metric"] != "questions"], {})

@@ -254,8 +254,6 @@ class Changed(Broadcasts):
     def bring(self, version, targets, now, changed):
         super().expand(version, targets, Sent(changed))
         self.kept = now
-    def expand(self, version, targets, sent=None):
-        super().expand(version, targets, sent)
 
 
 class ChangedTooSure(Changed):
