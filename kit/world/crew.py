@@ -36,6 +36,7 @@ from kit.world.launch import RAY, Launched, agent_command
 SENDING_S = 10
 LAUNCHES_END_S = 10.0  # a command that is ended earlier may take its agent along, before that has cleaned up
 DESCRIBED_S = 1.0  # machines that do not answer delay the report about the others by this, whatever their number
+ACCOUNT_S = 15.0  # a busy machine takes seconds until torchrun has noticed and reported how a rank ended
 
 
 class Question(NamedTuple):
@@ -480,7 +481,7 @@ class Crew:
         self.silent |= {asked[number].node for number in unanswered()}
         return [asked[number].answers.pop(number, None) if number in asked else None for number in numbers]
 
-    def first_exit(self, seconds: float = 5.0) -> Exit | None:
+    def first_exit(self, seconds: float = ACCOUNT_S) -> Exit | None:
         """The end that came before the others', with its status; waits for the agents' account of it, and of the rank that torchrun
         ended the others for."""
 
