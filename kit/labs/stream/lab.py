@@ -40,6 +40,7 @@ from kit.train.draws import answer_length, tool_stalls
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
 DOUBLE_BYTES = 8  # of a float64 number
+MOST_SAMPLES = 1_000_000  # of a run: its ledger takes 4 KiB of memory for each
 OWN = ("implementation", "sampler")  # settings that name code of the notebook side
 WAITS = "the shortest and the longest wait"  # the ends of a range of milliseconds
 PHASES = {
@@ -179,6 +180,12 @@ class StreamConfig(JobConfig):
         refuse_if(
             self.tools and self.serve != "megatron",
             f"tools={self.tools} needs serve=megatron: in serve={self.serve} all requests take each step together",
+        )
+        samples = self.steps * self.groups * self.group
+        refuse_if(
+            samples > MOST_SAMPLES,
+            f"steps={self.steps} x groups={self.groups} x group={self.group} are {samples:,} samples; use at most "
+            f"{MOST_SAMPLES:,}, because the ledger, which holds every event, stays in memory",
         )
         wanted = phase_wanted(self.phases)
         unknown = {*wanted} - {*PHASES}

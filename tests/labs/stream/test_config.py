@@ -58,6 +58,10 @@ from kit.stream.settings import SAMPLERS
             {"phases": "stream,resume_lockstep"},
             "phases='stream,resume_lockstep': resume_lockstep needs the measurements of lockstep; add lockstep",
         ),
+        (
+            {"simulated": True, "steps": 10_000, "groups": 4096, "group": 512},
+            "steps=10000 x groups=4096 x group=512 are 20,971,520,000 samples; use at most 1,000,000, because the ledger",
+        ),
         ({"steps": 0}, "steps must be a whole number from 1 to 10000, not 0"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
