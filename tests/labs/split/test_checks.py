@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from kit.labs.discover import find
 from kit.labs.split.lab import SplitConfig
+from kit.labs.split.ranks.phases import SplitSide, Trained
 from kit.results import Row, VerdictRow, to_frame
 from tests.labs.parts import Answers
 
@@ -194,3 +198,28 @@ def test_the_norm_of_a_result_in_bfloat16_is_held_against_noise(
     assert rows["result_parity/other numbers"].passed is True
     moved = answers(facts, {"result_parity": 1e-3}, dtype="bfloat16")
     assert moved["result_parity"].passed is False
+
+
+def compared(scaled: Mapping[str, float]) -> str:
+    """What is said of gradients that are so many times those of the plain step: recorded and judged as in a run."""
+    rows: list[Fact] = []
+    ctx: Any = SimpleNamespace(
+        record=lambda metric, value, text="", **ids: rows.append((1, "compare", metric, float(value), ids)),
+        config=SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"),
+        rank=0,
+    )
+    plain = {name: torch.sin(torch.arange(1.0, 9.0) * size) for size, name in enumerate(scaled, start=1)}
+    side = SplitSide(ctx)
+    side.plain = Trained(gradients=[plain] * 2, weights=plain)
+    side.cut = Trained(
+        gradients=[{name: plain[name] * factor for name, factor in scaled.items()}, plain], weights=plain
+    )
+    side.compare(1)
+    return answers(rows)["grad_parity"].why
+
+
+def test_a_common_factor_of_all_gradients_is_said() -> None:
+    assert "; all gradients are 0.5 times those of the plain step" in compared({"a": 0.5, "b": 0.5})
+    assert "; all gradients are -8 times those of the plain step" in compared({"a": -8.0, "b": -8.0})
+    assert "all gradients" not in compared({"a": 0.5, "b": 0.25})
+    assert "all gradients" not in compared({"a": 1.0, "b": 1.0})
