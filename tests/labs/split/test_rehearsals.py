@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import threading
 import weakref
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.labs.split.faults import KIT_SPLIT
 from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks import rehearsals
 from kit.megatron import split
@@ -318,6 +320,49 @@ class AddsMeansUp(ReportsMetrics):
         return result
 
 
+class Reports(ReportsMetrics):
+    """A whole result: with the loss and the norm of the gradients."""
+
+    def _close(self) -> Any:
+        result = super()._close()
+        return {**result, "global_loss": result["metrics"]["loss"], "grad_norm": float(self.job.table.grad.norm())}
+
+
+class DividesByNoTokens(Reports):
+    """Divides a mean by the count as it is, 0 where no token counts."""
+
+    def _step_metrics(self, *args: Any) -> dict[str, float]:
+        table = super()._step_metrics(*args)
+        count = torch.tensor(args[-1])
+        return {**table, "probs_ratio": float(table["probs_ratio"] * (count / count))}
+
+
+class LeavesExtremes(Reports):
+    """Reports the least ratio of no token as it is, an infinity."""
+
+    def _step_metrics(self, *args: Any) -> dict[str, float]:
+        table = super()._step_metrics(*args)
+        return table if args[-1] else {**table, "probs_ratio_min": math.inf}
+
+
+class NoNumberAsLoss(Reports):
+    def _close(self) -> Any:
+        result = super()._close()
+        return result if result["global_valid_toks"] else {**result, "global_loss": math.nan}
+
+
+class RefusesNoTokens(Reports):
+    def _close(self) -> Any:
+        if not self._true_counts(None)[1]:
+            raise Misuse("no token counts")
+        return super()._close()
+
+
+class StumblesOverNoTokens(Reports):
+    def _close(self) -> Any:
+        return {**super()._close(), "mean": 1 / self._true_counts(None)[1]}
+
+
 class Narrow(Step):
     """Has no finally: after an error another dtype is torch's default."""
 
@@ -472,6 +517,27 @@ def test_rows_that_the_caller_overwrites(step: Any, differs: bool) -> None:
 @pytest.mark.parametrize(("step", "wrong"), [(ReportsMetrics, 0), (AddsMeansUp, 1)])
 def test_a_metric_that_is_a_mean(step: Any, wrong: int) -> None:
     assert found(step, rehearsals.mean_metric) == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("step", "implementation", "wrong", "told"),
+    [
+        (Reports, KIT_SPLIT, 0, ""),
+        (DividesByNoTokens, KIT_SPLIT, 1, "probs_ratio is nan"),
+        (NoNumberAsLoss, KIT_SPLIT, 1, "global_loss is nan"),
+        (LeavesExtremes, KIT_SPLIT, 1, "probs_ratio_min is inf"),
+        (LeavesExtremes, "mine:Step", 0, ""),  # own code may leave an extreme of nothing infinite
+        (RefusesNoTokens, KIT_SPLIT, 0, "refused with Misuse: no token counts"),
+        (StumblesOverNoTokens, KIT_SPLIT, 1, "refused with ZeroDivisionError: "),
+    ],
+)
+def test_a_step_without_any_valid_token(step: Any, implementation: str, wrong: int, told: str) -> None:
+    made = scene(step, config=dataclasses.replace(CONFIG, implementation=implementation))
+    rehearsals.nothing_valid(made, batch())
+    ((metric, value, text, ids),) = made.found
+    assert (metric, value, ids) == ("misuse_silent", wrong, {"call": "step without any valid token"})
+    assert text.startswith(told)
+    assert bool(text) == bool(told)
 
 
 @pytest.mark.drawn(3, of="settings")
