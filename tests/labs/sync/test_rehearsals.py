@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch.distributed as dist
 
 from kit.errors import KitError, RehearsedError
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
+from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived, of_trainer
 from kit.labs.sync.ranks.scenes import WHY, leaves_before_a_bucket_in_the_middle
 from kit.labs.sync.ranks.side import miscounted
 from kit.labs.sync.ranks.watch import SeenWeights
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
+from kit.sync.hashes import Digests
 from kit.sync.link import Link, PeerGone
 from kit.sync.sender import SyncFailed
 
@@ -280,3 +282,56 @@ def test_the_bucket_of_an_error_is_compared(bucket: int, words: str, wrong: list
     found = [*misnamed(trainer, "wrong-bytes", error, 2, ["rank 4"])]
     assert found[: len(wrong)] == wrong
     assert bool(found) == bool(wrong)
+
+
+class ComparingTrainer:
+    """A trainer whose syncs fail on the tensors that the version has compared. `chosen_by` makes the version that chooses them."""
+
+    def __init__(self, chosen_by: Callable[[int], int]) -> None:
+        self.chosen_by = chosen_by
+        self.config = SyncConfig(placement="apart", replicas=1, verify_share=0.5)
+        self.ctx = SimpleNamespace(record=lambda metric, value, text, scene: self.rows.append((metric, scene, value)))
+        self.rows: list[tuple[str, str, float]] = []
+        self.names = [f"layer {number}" for number in range(40)]
+        self.digests = dict.fromkeys(self.names, "")
+        self.cache = SimpleNamespace(layout=lay_out([Spec(name, 0, torch.uint8, (8,)) for name in self.names], 4096))
+        self.sender = SimpleNamespace(version=1, sync=self.sync)
+        self.job = SimpleNamespace(step=lambda: None, chunks=[])
+        self.listener = SimpleNamespace(accept=lambda *_: {})
+        self.leaving: set[str] = set()
+        self.sends, self.held, self.waiting = True, set, lambda: 0
+        self.as_job, self.everywhere, self.update_truth, self.send_truth = (
+            nullcontext,
+            set,
+            lambda: None,
+            lambda _: None,
+        )
+
+    def targets(self, *, sleeping: bool) -> list[Any]:
+        return [] if sleeping else [SimpleNamespace(name="rank 1")]
+
+    def sync(self, version: int, targets: Any, gather: Any = None) -> None:
+        digests = Digests(self.cache.layout, self.chosen_by(version), algorithm="xxh3", share=self.config.verify_share)
+        for bucket in range(len(self.cache.layout.buckets)):
+            digests.add_packed(bucket, torch.zeros(self.cache.layout.sizes[bucket], dtype=torch.uint8))
+        failure = KitError("rank 1 failed")
+        failure.tensors = [name for _, name in digests.differences(self.cache.layout, {})]  # type: ignore[attr-defined]
+        digests.close()
+        raise SyncFailed(f"the refresh with version {version}", self.sender.version, failure)
+
+    def deliver(self, version: int, targets: Any, *, asleep: bool) -> None:
+        self.sender.version = version
+
+
+@pytest.mark.parametrize(("chosen_by", "again"), [(lambda version: version, 0), (lambda _: 1, 1)])
+def test_a_share_that_compares_the_same_tensors_of_two_versions_is_counted(
+    chosen_by: Callable[[int], int], again: int
+) -> None:
+    trainer: Any = ComparingTrainer(chosen_by)
+    of_trainer(trainer)
+    assert [row for row in trainer.rows if row[0] == "compared_again"] == [("compared_again", "wrong-bytes", again)]
+    judged = failure_is_clean(rows_of((0, "compared_again", "wrong-bytes", float(again))), {})
+    assert (judged.value, "versions with the same compared tensors as the one before" in judged.why) == (
+        again,
+        bool(again),
+    )
