@@ -19,7 +19,7 @@ from kit.results.records import numbers
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.judge import RULES
 from kit.share.judge.books import Books, DeskLedger
-from kit.share.judge.devices import one_owner, shrink_before_expand
+from kit.share.judge.devices import one_owner, released_early, shrink_before_expand
 from kit.share.judge.ends import dead_replaced
 from kit.share.judge.pipelines import pipeline_rows
 from kit.share.judge.plans import plan_valid
@@ -407,3 +407,32 @@ def test_a_replica_wakes_on_its_own_devices(devices: tuple[int, ...], *, is_righ
     assert bool(found.value) is not is_right
     if not is_right:
         assert "its own are 2 and 3" in found.why
+
+
+RELEASES = {"event": "release", "pipeline": "a", "kind": "training"}
+ANSWERS = {"event": "done", "pipeline": "a", "of": "finish"}
+
+
+@pytest.mark.parametrize(
+    ("after", "early"),
+    [
+        ([RELEASES], 1),
+        ([{"event": "acquire", "pipeline": "a", "kind": "generation", "release": "training"}], 1),
+        ([{**RELEASES, "kind": "logprobs"}], 1),
+        ([{**ANSWERS, "of": "microbatch"}, RELEASES], 1),  # the answer to another call
+        ([{**ANSWERS, "pipeline": "b"}, RELEASES], 1),
+        ([ANSWERS, RELEASES], 0),
+        ([{**ANSWERS, "event": "error"}, RELEASES], 0),
+        *[([{"event": event, "pipeline": "a"}, RELEASES], 0) for event in ("abort", "died", "gone", "ended")],
+        ([{**RELEASES, "pipeline": "b"}], 0),
+        ([{**RELEASES, "kind": "generation"}, {**RELEASES, "kind": "critic"}], 0),  # the trainer does not run on these
+        ([ANSWERS, {"event": "begin", "pipeline": "a", "to": "devices"}, RELEASES], 0),  # no call of the trainer
+        ([ANSWERS, {"event": "begin", "pipeline": "a", "to": "trainer"}, RELEASES], 1),
+    ],
+)
+def test_devices_are_released_once_the_trainer_has_answered(after: list[dict[str, Any]], early: int) -> None:
+    call = {"event": "finish", "pipeline": "a", "to": "trainer"}
+    ledger = DeskLedger([{**row, "time": float(at)} for at, row in enumerate([call, *after])])
+    found = list(released_early(ledger))
+    assert len(found) == early
+    assert all("is released, but the trainer of a has not answered" in words for words in found)
