@@ -92,6 +92,7 @@ FAULTS = (
         "restore-keeps-part",
         "a reload that fails keeps the memory that it had already got",
         "restore_failure_is_clean",
+        bugs=("vllm-project/vllm#34602",),
         needs=WHOLE,
         patch={"kit.megatron.tensors:Mover.restore": f"{BUGS}:keeps_what_came_back"},
     ),
