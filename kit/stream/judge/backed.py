@@ -14,7 +14,7 @@ from kit.results.progress import GroupTally
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
-from kit.stream.judge.history import ENDS, LoopLedger
+from kit.stream.judge.history import ANSWERS, ENDS, LoopLedger, ends_group, ends_sync
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed", "chosen"}
@@ -201,16 +201,47 @@ MILLISECOND = 1e-3
 def metrics_true(ledger: LoopLedger) -> Violations:
     """Do the logged numbers, and the progress that the desk is told, match those counted from the ledger?"""
     yield from _reports(ledger)
-    rows, compared = ledger.need("metrics", "version"), 0
+    rows, compared, lacking = ledger.need("metrics", "version"), 0, _lacking(ledger)
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
         for row, true in counts:
-            for name in [name for name in true if name in row.ids]:
+            for name in [name for name in true if name in row.ids and name not in lacking]:
                 compared += name != "version"
                 if abs(float(row[name]) - true[name]) > slack * max(1.0, abs(true[name])):
                     yield f"{row} states {name} {row[name]}; counted from the rows: {true[name]:g}"
     if not compared:
         raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
     return f"{counted(compared, 'number')} compared in {counted(len(rows), 'row')}"
+
+
+# The events that a number is counted from.
+COUNTED_FROM = {
+    **{f"total_{name}": (name,) for name in ("reserved", *ENDS)},
+    "total_generated": ("tokens",),
+    **dict.fromkeys(("tokens", "total_trained"), ("tokens", "completed", "trained")),
+    **dict.fromkeys(("groups", "lag_max", "lag_mean"), ("trained",)),
+    "queue": ("ready", "selected"),
+    "s_sync": ("sync_begin", "synced"),
+}
+
+
+def _lacking(ledger: LoopLedger) -> set[str]:
+    """The numbers that another system's ledger does not show, because it leaves out events that they are counted from."""
+    if not ledger.foreign:
+        return set()
+    lacking = {"queue"} if ledger.ended and ledger.leaves_out_ends else set()
+    numbers_of = [*ledger.by_event["metrics"], *ledger.by_event["logged"]]
+    lacking |= {name for name, events in COUNTED_FROM.items() if any(map(ledger.leaves_out, events))}
+    lacking |= {f"total_{name}" for name in ENDS if not any(map(ends_group, ledger.by_event[name]))}
+    lacking &= {name for row in numbers_of for name in lacking & row.ids.keys() if float(row[name])}  # 0 needs no rows
+    open_syncs = len(ledger.by_event["sync_begin"]) - sum(map(ends_sync, ledger.rows))
+    calls = [str(row["of"]) for row in ledger.of("done", "error") if row.get("of") in DOING]
+    if any(map(ledger.leaves_out, calls)) or (ledger.ended and len(calls) < len(ledger.of(*DOING))):
+        lacking |= {*SECONDS}
+    elif "s_sync" in lacking or (ledger.ended and open_syncs > 0):
+        lacking |= {"s_sync", "s_exposed_generation"}
+    lost = sum(len([*ledger.on_replica(row)]) for row in ledger.of("died", "left"))
+    answers = lost + sum("sample" in row.ids for row in ledger.of(*ANSWERS))
+    return lacking | ({"s_replicas_idle"} if ledger.ended and answers < len(ledger.by_event["sent"]) else set())
 
 
 def _reports(ledger: LoopLedger) -> Iterator[str]:
@@ -292,7 +323,7 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
         elif row.event in ("done", "error") and of in asked:
             asked.remove(of)
         elif row.event in ("sync_begin", "synced") or of == "sync":
-            syncing = row.event == "sync_begin"
+            syncing = row.event == "sync_begin" and not ledger.leaves_out("synced")
         elif row.event == "metrics":
             if stated := logged.get(row.at):
                 of_replicas = {"s_replicas_idle": idle} if shows_idle else {}
@@ -336,7 +367,7 @@ def _of_update(ledger: LoopLedger, metrics: Row, trained: Sequence[Row]) -> dict
     lags = [
         ledger.version_during(row) - min(ages) for row in with_tokens if (ages := ledger.oldest(row["group"]).values())
     ]
-    if not same or not lags or len(lags) < len(with_tokens):
+    if not same or (ledger.foreign and "step" not in same) or not lags or len(lags) < len(with_tokens):
         return {}
     tokens = ledger.tokens({row["group"] for row in own_rows})
     return {"groups": len(own_rows), "tokens": tokens, "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}

@@ -35,6 +35,9 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     just after `reserved` is early enough for the first request."""
     permit, leaving = name[:-1], _leaving(ledger, name)
     where = "are in the buffer" if name == "places" else "are in flight"
+    # Without the permit's return, a group that is replaced leaves when the other takes its place.
+    unreturned = ledger.leaves_out(f"{permit}_back")
+    replaces = {row.get("by"): row["group"] for row in ledger.by_event["replaced"] if unreturned}
     inside: set[Id] = set()
     holding: set[Id] = set()
     leave, most = set[int](), 0
@@ -58,6 +61,7 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
         elif row.at in dispatched and ledger.by_event[permit] and group not in holding:
             yield f"{row}: dispatched without a {permit}"
         if row.event in (permit, "reserved") and group is not None:
+            inside.discard(replaces.get(group, group))
             inside.add(group)
             most = max(most, len(inside))
             if len(inside) > limit:
@@ -86,10 +90,12 @@ def admitted(ledger: LoopLedger) -> Violations:
         or not ledger.by_event["bumped"]
     ):
         return ""
+    failed = failed_requests(ledger)
+    if failed and ledger.leaves_out_ends:
+        return ""  # groups were lost, which no row shows
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
-    failed = failed_requests(ledger)
     gone = {_lost_at(ledger, end, failed) for end in ledger.of(*lost, "filtered") if ledger.is_end(end)}
     for row in ledger.rows:
         started -= row.at in gone

@@ -29,7 +29,8 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
     for step in ledger.steps if why != "error" and not ledger.leaves_out("finish", "step") else ():
         if step.abort is None and step.bumped is None and (rises or not step.finished):
             yield f"step {step.id} is unfinished although the loop ended without an error; its last row is {step.rows[-1]}"
-    for row in _without_answer(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
+    answers = ledger.by_event["cancelled"] and not ledger.leaves_out("completed", "sample")
+    for row in _without_answer(ledger) if why != "error" and answers else ():
         yield f"{row}: the loop ended before the request was answered"
     for row in ledger.by_event["aborted"] if why == "exhausted" and not ledger.foreign else ():
         if row.time == end.time and any(event.event == "ready" for event in ledger.life[row["group"]]):

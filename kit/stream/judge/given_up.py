@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 from kit.results.records import Id, Row
-from kit.results.rules import NotMeasured, Violations
+from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.stream.judge.history import BY_START, BY_TARGET, NO_AGE_LIMIT, LoopLedger, by, ends_group
 
@@ -41,6 +41,8 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
                 if undone.get(row["group"], row.at) < row.at
                 else _not_chosen(row, chosen) or _not_too_old(ledger, row)
             )
+            if why and (lacks := _unwritten(ledger, row)):
+                raise Missing(f"the ledger has no {lacks}, so {row} may have a reason")
             if why and evicts_by and not _not_chosen(row, chosen):
                 judged, why = judged - 1, ""  # the sampler says that it goes by something else
         elif row.event == "dropped":
@@ -55,6 +57,16 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
             "no row of the ledger shows"
         )
     return f"{counted(len(before), 'group')} given up before the end of the loop, each for a reason"
+
+
+def _unwritten(ledger: LoopLedger, end: Row) -> str:
+    """What another system leaves out that could show why a group was evicted or aborted."""
+    if ledger.leaves_out("bumped"):
+        return "`bumped` event"
+    if ledger.leaves_out("selected") and any(abort.at < end.at for abort in ledger.by_event["abort"]):
+        return "`selected` event"
+    by_target = ledger.setting("sampler") in BY_TARGET
+    return "`reserved` event with `target`" if by_target and ledger.leaves_out("reserved", "target") else ""
 
 
 def _chosen(ledger: LoopLedger) -> Mapping[Id, int] | None:

@@ -157,6 +157,11 @@ class LoopLedger(Ledger):
         """Whether another system never writes this event with these ids. In a run of the kit the ports' rows show what there must be."""
         return self.foreign and not any(row.ids.keys() >= {*ids} for row in self.by_event[event])
 
+    @property
+    def leaves_out_ends(self) -> bool:
+        """Whether another system never writes that a group ended."""
+        return self.foreign and not any(ends_group(row) for name in ENDS for row in self.by_event[name])
+
     # -- settings ---------------------------------------------------------------------------------------------------------
 
     def stated(self, name: str) -> Any:
@@ -263,7 +268,7 @@ class LoopLedger(Ledger):
         """Return the steps by first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
         latest: dict[Id, StepRows] = {}
         steps: list[StepRows] = []
-        answered = any(row.get("of") == "finish" for row in self.by_event["done"])
+        answered = any(row.get("of") == "finish" and "step" in row.ids for row in self.by_event["done"])
         for row in self.rows:
             if "step" not in row.ids:
                 continue

@@ -14,10 +14,12 @@ PERMITS = (("place", "place_back"), ("slot", "slot_back"))
 
 def permits_return(ledger: LoopLedger) -> Violations:
     """Is every place, slot and device grant returned exactly once?"""
-    pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
+    pairs = [pair for pair in PERMITS if any(ledger.by_event[event] for event in pair)]
+    lacks = [event for pair in pairs for event in pair if ledger.leaves_out(event)]
+    pairs = [pair for pair in pairs if not {*lacks} & {*pair}]
     requests = ledger.by_event["acquire"]
     if not (pairs or requests or ledger.by_event["release"]):
-        raise Missing("the ledger has no `place`, `slot` or `acquire` event")
+        raise Missing(f"the ledger has no {f'`{lacks[0]}`' if lacks else '`place`, `slot` or `acquire`'} event")
     left: list[Row] = []
     in_use = 0
     for taken, back in pairs:

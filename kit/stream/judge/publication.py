@@ -22,7 +22,7 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
     held: Row | None = None
     bumps_hold = bool(ledger.by_event["hold"]) and not ledger.foreign
     ends_of_holds = [] if _shows_resumes(ledger) else published
-    shows_syncs = any(ends_sync(row) for row in ledger.rows)
+    shows_syncs = any(ends_sync(row) for row in ledger.rows) and not ledger.leaves_out("synced")
     for row in ledger.rows:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
         if row.event in ("joined", "published"):

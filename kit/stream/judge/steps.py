@@ -15,7 +15,8 @@ from kit.stream.judge.history import STEP, LoopLedger, StepRows, by, ends_group,
 def one_step_per_batch(ledger: LoopLedger) -> Violations:
     """Is every update one begin, its microbatches, and one finish or abort, with a whole batch of groups?"""
     ledger.need("begin", "step")
-    if not ledger.by_event["abort"]:
+    done = ledger.by_event["bumped"] or ledger.finishes()
+    if not ledger.by_event["abort"] or (done and ledger.leaves_out("finish")):
         ledger.need("finish", "step")
     for step in ledger.steps:
         yield from _update_order(step)
@@ -67,6 +68,7 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
     largest = max((max(counts.values(), default=0) for counts in sizes), default=0)
     most = batch // group if batch and group else largest
     size_known = bool(batch and group) or not ledger.foreign  # another system's updates may vary in size
+    unwritten = ledger.setting("on_failed") == "shrink" and ledger.leaves_out_ends  # of groups that a step may lack
     excused = 0
     for step, trained in zip(whole, sizes, strict=True):
         updates = sorted(step.finished)
@@ -78,7 +80,7 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
         short = 0 if wanted is None else wanted - total
         empty = sum(ledger.is_empty(row["group"]) for row in step.of("selected"))
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
-        if short < 0 or short > excuses:
+        if short < 0 or (short > excuses and not unwritten):
             yield f"step {step.id} trained {counted(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
         elif short > 0 and ledger.setting("on_failed") == "shrink" and total + empty < (ledger.limit("floor") or 1):
             yield f"step {step.id} trained {counted(total, 'group')} (row {step.rows[-1].at}), fewer than floor={ledger.limit('floor')}"
