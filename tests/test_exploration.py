@@ -15,8 +15,10 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.exploration import AT_A_TIME, ExplorationError, power, replay, worlds_of
+from kit.labs.definition import as_settings, made
 from kit.labs.discover import find, find_fault
 from kit.labs.share.worlds import ShareWorlds
+from kit.labs.stream.lab import StreamConfig
 from kit.labs.stream.worlds import StreamWorlds, ends_well
 from kit.loop.explore import Worlds, play, world_of
 from kit.results.rules import settle
@@ -260,13 +262,20 @@ def test_the_end_of_the_data_is_no_reason_to_give_up_a_step_with_all_its_groups(
     assert "the data ended with 6 of 6 groups" in findings["no_deadlock"]
 
 
-def test_a_prompt_at_hand_when_a_loop_stops_is_not_lost() -> None:
-    worlds = StreamWorlds()
-    world = world_of(worlds, 679)
-    assert play(worlds, world).findings == {}
-    with replaced({"kit.stream.core:resume_from": f"{WRONG}:forgets_the_prompt_at_hand"}):
-        findings = play(worlds, world).findings
-    assert "is in neither run" in findings["resume_equals"]
+@pytest.mark.parametrize("like", [None, {"simulated": True}], ids=["any", "default"])
+def test_a_prompt_at_hand_when_a_loop_stops_is_not_lost(like: dict[str, Any] | None) -> None:
+    """Of the first 100 worlds, which every run plays, several stop with one."""
+    config = like and as_settings(made(StreamConfig, like))
+    right, wrong = StreamWorlds(config), StreamWorlds(config, implementation=f"{WRONG}:ForgetsThePrompt")
+    findings = []
+    for seed in range(100):
+        world = world_of(right, seed)
+        if world.get("has_prompt"):
+            assert play(right, world).findings == {}
+            findings += [play(wrong, world_of(wrong, seed)).findings]
+    lost = [found["resume_equals"] for found in findings if found]
+    assert len(lost) > 2
+    assert all("is in neither run" in why for why in lost)
 
 
 def test_the_first_worlds_are_played_however_long_they_take() -> None:

@@ -195,6 +195,32 @@ def logs_nothing(plan: Any, start: Any = None) -> Controller:
     return LogsNothing(plan, pipeline="a", resume=start)
 
 
+class ForgetsThePrompt(Controller):
+    """A run that was stopped with a prompt at hand resumes without it."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        super().__init__(plan, pipeline="a", resume=start)
+
+    def begin(self) -> tuple[Any, tuple[Command, ...]]:
+        state, commands = super().begin()
+        return WithoutPrompt(state), commands
+
+    def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
+        after, commands = super().step(state.inner, event)
+        return WithoutPrompt(after), commands
+
+
+class WithoutPrompt:
+    """Its state. `inner` is the kit's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.version, self.step = inner, inner.version, inner.step
+
+    def resume(self) -> Resume:
+        start = resume_from(self.inner)
+        return replace(start, open=tuple(group for group in start.open if group != self.inner.prompt))
+
+
 is_stuck, resume_from = core.is_stuck, core.resume_from
 
 
@@ -221,8 +247,3 @@ class LeavesTheLast(Windowed):
         metas = [self.buffer.meta_list[at] for at in ready]
         await self.buffer.remove(ready[:-1], remove_in_dp=False)
         return metas[0].concat(*metas[1:]), len(metas)
-
-
-def forgets_the_prompt_at_hand(state: Any) -> Resume:
-    start = resume_from(state)
-    return replace(start, open=tuple(group for group in start.open if group != state.prompt))

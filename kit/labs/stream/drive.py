@@ -195,12 +195,18 @@ class Stopped(KitError):  # noqa: N818 - not an error
 
 
 class Stopping:
-    """A controller that stops between two steps once it has reached a version, at the next event or `later`; `state` is its state then."""
+    """A controller that stops between two steps once it has reached a version, at the next event or `later`; `state` is its state then.
 
-    def __init__(self, machine: Core[Any], until: int | None, *, later: int = 0) -> None:
+    With `has_prompt` it stops only while a prompt is at hand that is no group yet.
+    """
+
+    def __init__(self, machine: Core[Any], until: int | None, *, later: int = 0, has_prompt: bool = False) -> None:
         self.core, self.until = machine, until
         self.later = later  # how many more events between two steps it still handles
+        self.has_prompt = has_prompt
+        self.prompt: Id | None = None  # read from events and notes, as a state of another shape may have no such field
         self.state: Any = None
+        self.stopped = False
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
         return self.core.begin()
@@ -208,9 +214,14 @@ class Stopping:
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         if self.until is not None:
             core.refuse_state(state, ("version", "step"))
-            if state.version >= self.until and state.step is None:
+            if state.version >= self.until and state.step is None and (self.prompt is not None or not self.has_prompt):
                 if self.later == 0:
+                    self.stopped = True
                     raise Stopped
                 self.later -= 1
         self.state, commands = self.core.step(state, event)
+        if event.name == "prompt":
+            self.prompt = event.group
+        if any(note.name == "reserved" and note.get("group") == self.prompt for note in commands):
+            self.prompt = None
         return self.state, commands

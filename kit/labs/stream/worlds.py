@@ -71,7 +71,7 @@ class StreamWorlds:
         self.own_code = bool(own_code(settings, OWN))
 
     def draw(self, rng: random.Random) -> World:
-        world = self.draw_any(rng)
+        world = awaits_prompts(self.draw_any(rng), rng)
         return world if self.like is None else with_loop(world, self.like, self.kept)
 
     def draw_any(self, rng: random.Random) -> World:
@@ -126,19 +126,34 @@ class StreamWorlds:
     def run(self, world: World, rows: Memory) -> None:
         self.loop(world, rows)
         if world["resume"]:
-            state = self.loop(world, Memory(), until=world["resume"])
             resumed = Memory()
             try:
-                self.loop(world, resumed, start=core.resume_from(state))
+                self.loop(world, resumed, start=core.resume_from(self.state_at_stop(world)))
             finally:
                 rows += [dataclasses.replace(row, phase="resume") for row in resumed]
 
-    def loop(self, world: World, rows: Memory, *, until: int | None = None, start: Resume | None = None) -> Any:
-        """Run the controller to its end or up to a version; returns its last state."""
+    def state_at_stop(self, world: World) -> Any:
+        """The state of a loop that stops, in some worlds with a prompt at hand, if there is such a moment."""
+        stopping = self.loop(world, Memory(), until=world["resume"], has_prompt=world.get("has_prompt", False))
+        if not stopping.stopped and stopping.has_prompt:
+            stopping = self.loop(world, Memory(), until=world["resume"])
+        return stopping.state
+
+    def loop(
+        self,
+        world: World,
+        rows: Memory,
+        *,
+        until: int | None = None,
+        has_prompt: bool = False,
+        start: Resume | None = None,
+    ) -> Stopping:
+        """Run the controller to its end or up to a version."""
         plan = loop_settings(world)
         target = self.settings.get("implementation") or StreamConfig().implementation
         made = made_core(target, plan, *([] if start is None else [start]))
-        machine = Stopping(made, until, later=world.get("later", 0))
+        later = 0 if has_prompt else world.get("later", 0)
+        machine = Stopping(made, until, later=later, has_prompt=has_prompt)
 
         def happen(system: System) -> None:
             for milliseconds, event, replica in world["happens"]:
@@ -159,7 +174,7 @@ class StreamWorlds:
                 fails=world["fails"],
                 a_second=A_SECOND,
             )
-        return machine.state
+        return machine
 
     def judge(self, rows: Memory) -> Judged:
         whole, resumed = (
@@ -224,6 +239,7 @@ class StreamWorlds:
             "token_ms": 1,
             "prompt_ms": 0,
             "later": 0,
+            "has_prompt": False,
         }
         for name, value in plain.items():
             if world.get(name, value) != value and not (name == "retries" and world["fails"]):
@@ -302,6 +318,14 @@ def draw_failures(rng: random.Random, groups: int, steps: int, retries: int) -> 
     if rng.random() < 0.05:
         fails["sync"] = rng.randint(0, steps)
     return fails
+
+
+def awaits_prompts(world: World, rng: random.Random) -> World:
+    """Half of the worlds that stop do so with a prompt at hand. There the data are slower than all else but a sync, during which nothing is
+    dispatched: then a prompt asked for before a step ended often comes after it."""
+    if not world["resume"] or rng.random() < 0.5:
+        return world
+    return {**world, "has_prompt": True, "prompt_ms": 50, "sync_ms": 100}
 
 
 def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
