@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from kit.results.records import Id
+from kit.results.records import Id, Row
 from kit.results.rules import Violations, settle
 from kit.results.units import counted
 from kit.stream.judge.capacity import admitted
-from kit.stream.judge.history import LoopLedger, limits_age
+from kit.stream.judge.history import REACTION, LoopLedger, ends_group, limits_age
 from kit.stream.judge.versions import no_sample_too_old
+
+WAITS = 2  # as many show what a gate counts
 
 
 def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
@@ -45,6 +47,7 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         if gapless and after > before + 1:
             yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
+    yield from _admitted_sooner(whole, resumed)
     if limits_age(resumed) and resumed.limit("window") is not None:
         too_old = settle(no_sample_too_old(resumed))
         if too_old.value:
@@ -62,6 +65,45 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
                 yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
     same = f"{counted(len(shared), 'step')} the same as without a stop" if shared else "no step could be compared"
     return f"resumed at version {at} after {counted(len(done), 'group')}; {same}"
+
+
+def _admitted_sooner(whole: LoopLedger, resumed: LoopLedger) -> Iterator[str]:
+    """Yield a violation if an own sampler that waits for versions is further ahead of them after the resume than it ever was before.
+
+    Only waits that all ended a run of as many batches show such a gate: others wait for room, or are slow. A gate may admit batches for
+    groups that are lost, and one that counts groups may admit less than a batch more.
+    """
+    waits, batch = _waits(whole), whole.limit("groups_per_step")
+    most = max((lead for _, _, lead in _leads(whole)), default=0)
+    if batch is None or len(waits) < WAITS or {*waits} != {most}:
+        return
+    for row, lost, lead in _leads(resumed):
+        if lead - lost / batch >= most + 1:
+            yield (
+                f"{row}: the sampler is {lead} batches ahead of version {resumed.version_at(row)}; in the run before it waited at "
+                f"{counted(len(waits), 'version')}, each time {most} ahead"
+            )
+
+
+def _leads(ledger: LoopLedger) -> Iterator[tuple[Row, int, int]]:
+    """Yield each admission, the groups lost before it, and how many batches it is ahead of the trained ones."""
+    for count, row in enumerate(ledger.by_event["admitted"], start=1):
+        lost = sum(end.at < row.at for end in ledger.of("evicted", "aborted", "failed") if ends_group(end))
+        yield row, lost, count - (ledger.version_at(row) - ledger.start)
+
+
+def _waits(ledger: LoopLedger) -> list[int]:
+    """For each version that rose while an admission was awaited, how many batches the sampler was ahead."""
+    asked: Row | None = None
+    admissions, waits = 0, []
+    for row in ledger.rows:
+        if row.event == "admit":
+            asked = row
+        elif row.event == "admitted":
+            asked, admissions = None, admissions + 1
+        elif row.event == "bumped" and asked is not None and row.time - asked.time > REACTION:
+            waits.append(admissions - (ledger.version_at(row) - ledger.start))
+    return waits
 
 
 def _by_version(ledger: LoopLedger) -> Mapping[int, dict[Id, str]]:

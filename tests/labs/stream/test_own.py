@@ -72,8 +72,8 @@ def test_an_own_sampler_that_ignores_its_resume_cursor_fails(sampler: type[InOrd
     assert is_right or "started for version 0; the run began at version 3" in why(verdict, "resume_equals")
 
 
-class ReadyFirst(Windowed):
-    """Limits how many groups start, batch by batch, and takes whatever is ready, however old."""
+class Counts(Windowed):
+    """Limits how many groups start, batch by batch, and gives up those that are too old."""
 
     def required_buffer_capacity(self, groups_per_step: int) -> int | None:
         self.batch = groups_per_step
@@ -88,6 +88,17 @@ class ReadyFirst(Windowed):
         self.started += self.batch
         return None
 
+
+class CountsFromZero(Counts):
+    """Counts from nothing after a resume, as if no group had started."""
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        self.started = 0
+
+
+class ReadyFirst(Counts):
+    """Takes whatever is ready, however old."""
+
     async def evict(self, *, current_train_weight: int) -> int:
         return 0
 
@@ -100,10 +111,18 @@ class ReadyFirstSaysSo(ReadyFirst):
 
 
 class ReadyFirstFromZero(ReadyFirstSaysSo):
-    """Counts from nothing after a resume, as if no group had started."""
+    set_dispatch_index = CountsFromZero.set_dispatch_index
 
-    def set_dispatch_index(self, resume_from_step: int) -> None:
-        self.started = 0
+
+@pytest.mark.parametrize("more", [{}, {"places": 64, "slots": 24, "steps": 8, "tail": True, "window": 2}])
+@pytest.mark.parametrize(("sampler", "is_right"), [(Counts, True), (CountsFromZero, False), (Windowed, True)])
+def test_a_sampler_that_counts_from_zero_after_a_resume_fails(
+    sampler: type[Windowed], is_right: bool, more: dict[str, Any]
+) -> None:
+    own = f"{sampler.__module__}:{sampler.__qualname__}"
+    verdict, error = simulated(sampler=own, worlds=0, **more)
+    assert (error, failed(verdict)) == ("", set() if is_right else {"resume_equals"})
+    assert is_right or "in the run before it waited at" in why(verdict, "resume_equals")
 
 
 class TakesNext(InOrder):
