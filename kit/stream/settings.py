@@ -1,7 +1,8 @@
 """A controller's settings, its samplers, and which settings cannot work together. Samplers are pure functions of a view.
 
 A gate counts batches. Its index starts at -1 (a resumed run: version - 1); each batch that passes raises it by one and takes it
-as its target. The gate blocks while index >= version + window. It is checked last for each group, and decides at a batch's first group.
+as its target. The gate blocks while index >= version + window, and batches that no step of the run will train. It is checked last for each
+group, and decides at a batch's first group.
 
 | sampler | may start | trains | drops complete groups | aborts unfinished ones | largest lag |
 |---|---|---|---|---|---|

@@ -41,6 +41,10 @@ def gate_of_version_0(t: StreamTurn) -> bool:
     return gate_with(t, version=0)
 
 
+def gate_beyond_the_run(t: StreamTurn) -> bool:
+    return gate_with(t, last=t.last + t.settings.window)
+
+
 def gate_counts_first_tokens(t: StreamTurn) -> bool:
     return gate_with(t, running=sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values()))
 

@@ -25,6 +25,12 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{GENERATION}:gate_is_open": f"{BUGS}:gate_of_version_0"},
     ),
     Fault(
+        "starts-beyond-the-end",
+        "the gate opens for batches that no step of the run will train",
+        "capacity_kept",
+        patch={f"{GENERATION}:gate_is_open": f"{BUGS}:gate_beyond_the_run"},
+    ),
+    Fault(
         "gate-checked-early",
         "a group counts as running only from its first token on, so too many groups pass the gate",
         "capacity_kept",

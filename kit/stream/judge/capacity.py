@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import zip_longest
 
 from kit.results.records import Id, Row
@@ -79,7 +79,7 @@ def _leaving(ledger: LoopLedger, name: str) -> str:
 
 
 def admitted(ledger: LoopLedger) -> Violations:
-    """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
+    """Check the gate: at most (window + version + 1) batches since version 0, no batch beyond version + window, and none without a step."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if ":" in str(sampler) and window is not None and limits_age(ledger):
         return (yield from _own_targets(ledger, window))
@@ -107,7 +107,27 @@ def admitted(ledger: LoopLedger) -> Violations:
                 yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
             elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+    yield from _beyond_the_run(ledger, batch, heirs)
     return f"{counted(started, 'group')} started in time"
+
+
+def _beyond_the_run(ledger: LoopLedger, batch: int, heirs: Set[Id]) -> Iterator[str]:
+    """Yield a violation per group that no step of the run can train: it is for a later one, or all steps had groups that were not lost."""
+    steps, sampler = ledger.limit("steps"), ledger.setting("sampler")
+    if (
+        steps is None or sampler not in GATED or sampler == "capacity"
+    ):  # others do not know the steps, or go by what is running
+        return
+    until = ledger.by_event["bumped"][-1].at
+    lost = [end for end in ledger.of(*LOST, "evicted", "filtered") if ledger.is_end(end) and end.at < until]
+    started = ledger.start * batch - len(lost)
+    for row in ledger.by_event["reserved"]:
+        started += row["group"] not in heirs
+        target = row.number("target", -1)
+        if target >= steps:
+            yield f"{row}: started for version {target}; the run ends at version {steps}"
+        elif target < 0 and started > steps * batch:
+            yield f"{row}: the {counted(steps, 'step')} of the run had all their groups"
 
 
 def _lost_at(ledger: LoopLedger, end: Row, failed: Mapping[Id, Sequence[Row]]) -> int:

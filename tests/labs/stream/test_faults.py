@@ -33,6 +33,7 @@ ALSO = {
     },  # the desk hears of a smaller step before a group is lost
     "discard-and-requeue": {"eviction_justified"},
     "lost-group": {"tokens_conserved", "capacity_kept", "resume_equals"},
+    "starts-beyond-the-end": {"resume_equals"},
     "reports-done": {"resume_equals"},
     "partial-group": {"tokens_conserved", "metrics_true"},
     "double-bump": {

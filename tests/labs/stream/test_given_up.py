@@ -13,8 +13,9 @@ from kit.labs.stream.rules import ledger, no_length_bias
 from kit.results import Verdict
 from kit.results.rules import NotMeasured
 from kit.stream.judge.history import LoopLedger
-from tests.labs.parts import failed, passed
+from tests.labs.parts import failed, passed, why
 from tests.labs.simulated import run
+from tests.labs.stream.conftest import simulated
 
 # A request of the first group cannot be sent, so the group fails.
 REQUEST = 12
@@ -80,3 +81,20 @@ def test_trained_samples_of_one_length_are_judged_by_the_spread_of_all() -> None
     assert no_length_bias(of_lengths(trained, [], [8, 3], aborted="")).value == 0
     assert (no_length_bias(of_lengths(trained, [16], [], aborted="")).value or 9) < 3
     assert (no_length_bias(of_lengths(trained, [16] * 120, [], aborted="")).value or 0) > 3
+
+
+@pytest.mark.parametrize("fault", [None, "starts-beyond-the-end"])
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ("in-order", "started for version 5; the run ends at version 5"),
+        ("weight-fifo", "the 5 steps of the run had all their groups"),
+        ("ready-first", "the 5 steps of the run had all their groups"),
+        ("capacity", ""),  # it knows no steps
+    ],
+)
+def test_a_group_that_no_step_of_the_run_can_train_is_named(sampler: str, words: str, fault: str | None) -> None:
+    verdict, error = simulated(fault, sampler=sampler, phases="stream")
+    wrong = bool(fault and words)
+    assert (error, failed(verdict)) == ("", {"capacity_kept"} if wrong else set())
+    assert not wrong or words in why(verdict, "capacity_kept")
