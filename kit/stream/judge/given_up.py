@@ -25,7 +25,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     undone = _undone(ledger)
     chosen = _chosen(ledger)
     evicts_by = ledger.stated("evicts_by")
-    last = max(row.at for name in BEGINS for row in ledger.by_event[name])
+    last = _goes_on_until(ledger, len(evidence))
     before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
     if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:
         raise NotMeasured(
@@ -67,6 +67,16 @@ def _unwritten(ledger: LoopLedger, end: Row) -> str:
         return "`selected` event"
     by_target = ledger.setting("sampler") in BY_TARGET
     return "`reserved` event with `target`" if by_target and ledger.leaves_out("reserved", "target") else ""
+
+
+def _goes_on_until(ledger: LoopLedger, failed: int) -> int:
+    """The last row before the end of the loop: what begins last, or the bump of a last step that shrank by more groups than failed."""
+    last = max(row.at for name in BEGINS for row in ledger.by_event[name])
+    step, groups = next(reversed(ledger.steps), None), ledger.limit("groups_per_step")
+    if step is None or step.bumped is None or groups is None or ledger.setting("on_failed") != "shrink":
+        return last
+    selected = {row["group"] for row in step.of("selected")}
+    return max(last, step.bumped.at) if selected and groups - len(selected) > failed else last
 
 
 def _chosen(ledger: LoopLedger) -> Mapping[Id, int] | None:

@@ -12,11 +12,14 @@ from kit.labs.stream.lab import LAB
 from kit.labs.stream.rules import ledger, no_length_bias
 from kit.results import Verdict
 from kit.results.rules import NotMeasured
+from kit.stream import core, generation
+from kit.stream.generation import StreamTurn
 from kit.stream.judge.history import LoopLedger
 from tests.labs.parts import failed, passed, why
 from tests.labs.simulated import run
 from tests.labs.stream.conftest import simulated
 
+choose = core.choose  # the right one
 # A request of the first group cannot be sent, so the group fails.
 REQUEST = 12
 UNSENT = Fault("unsent", "a request cannot be sent", "every_group_once", scene={"fail_at": {REQUEST: "no route"}})
@@ -98,3 +101,23 @@ def test_a_group_that_no_step_of_the_run_can_train_is_named(sampler: str, words:
     wrong = bool(fault and words)
     assert (error, failed(verdict)) == ("", {"capacity_kept"} if wrong else set())
     assert not wrong or words in why(verdict, "capacity_kept")
+
+
+def drops_the_last_straggler(t: StreamTurn) -> None:
+    """The run's last group is given up as failed once all others of its step were taken."""
+    choose(t)
+    if t.version == t.last - 1 and t.step is not None and not t.step.aborting and len(t.step.groups) == t.need - 1:
+        for group in [slot for slot in t.buffer.values() if slot.order < 0 and slot.ends is None]:
+            generation.doom(t, group, "failed", "too slow")
+            t.shrunk = t.shrunk.plus(t.version)
+            t.news = True
+
+
+def test_a_straggler_of_the_last_step_is_not_given_up() -> None:
+    patch = {"kit.stream.core:choose": f"{__name__}:drops_the_last_straggler"}
+    fault = Fault(
+        "last-straggler", "the last group is not awaited", "eviction_justified", patch=patch, where="notebook"
+    )
+    verdict, error = run(LAB, fault, ranks=1, phases="stream", on_failed="shrink")
+    assert error == ""
+    assert "none of its requests failed" in why(verdict, "eviction_justified")
