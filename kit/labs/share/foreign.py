@@ -70,7 +70,9 @@ ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("verify", "async"), (lambda value: isinstance(value, bool), "must be true or false")),
 }
 CLUSTERS = ("actor_train", "actor_infer", "reference", "critic")  # with `device_mapping` and `offload_nccl`
-ADAPTER = re.compile(r"(actor_\w+)\.model_args\.adapters\.([^.]+)\.(\w+)")  # cluster, adapter, option
+ADAPTERS = re.compile(r"actor_\w+\.model_args\.adapters")
+ADAPTER = re.compile(rf'({ADAPTERS.pattern})(?:\.("[^"]+"|[^.]+)(?:\.(.+))?)?')  # of a cluster; its name, an option
+OPTIONS = ("lora_rank", "lora_alpha", "lora_target")
 ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
 TARGETS = {"all": ATTENTION | MLP, "attention": ATTENTION, "mlp": MLP}
 # What cannot be together with adapters, by the end of its key.
@@ -126,10 +128,12 @@ def flat_yaml(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
+        is_dotted_name = "." in str(key) and ADAPTERS.fullmatch(before.removesuffix("."))  # such as "v1.5"
+        place = f'{before}"{key}"' if is_dotted_name else f"{before}{key}"
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{before}{key}.")
+            yield from leaves(value, f"{place}.")
         else:
-            yield f"{before}{key}", value
+            yield place, value
 
 
 def resolved(value: Any, values: Mapping[str, Any]) -> Any:
@@ -171,26 +175,12 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
 
 def adapter_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a file's adapters, which must be alike; none without adapters."""
-    names: dict[str, set[str]] = {}
-    options: dict[str, Any] = {}
-    for key, value in given.items():
-        if (match := ADAPTER.fullmatch(key)) is None:
-            continue
-        cluster, adapter, option = match.groups()
-        names.setdefault(cluster, set()).add(adapter)
-        if option == "lora_target":
-            option, value = "lora_targets", target_of(key, value)  # noqa: PLW2901 - as a setting has it
-        elif option not in ("lora_rank", "lora_alpha"):
-            raise BadInput(f"{key} is not known; an adapter has lora_rank, lora_alpha and lora_target")
-        if options.setdefault(option, value) != value:
-            raise BadInput(
-                f"{key}={value}, but another adapter has {options[option]}; those of a pipeline must be alike"
-            )
-    if not names:
+    by_cluster = adapters_of(given)
+    if not by_cluster:
         return {}
-    trained = names.get("actor_train", set())
-    for cluster, others in names.items():
-        if others != trained:
+    trained = by_cluster.get("actor_train", {})
+    for cluster, others in by_cluster.items():
+        if others.keys() != trained.keys():
             raise BadInput(
                 f"{cluster} has the adapters {sorted(others)}, and actor_train {sorted(trained)}; name the same"
             )
@@ -198,7 +188,46 @@ def adapter_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is True and (why := NOT_WITH_ADAPTERS.get(key.rpartition(".")[2])):
             raise BadInput(f"{key}=true is not possible with adapters: it {why}; use false")
     refuse_another_base(given)
-    return {"adapters": len(trained), **options}
+    return {"adapters": len(trained), **common_options(by_cluster)}
+
+
+def adapters_of(given: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The options of each adapter that a cluster has, by their keys in the file."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, value in given.items():
+        if (match := ADAPTER.fullmatch(key)) is None:
+            continue
+        adapters, name, option = match.groups()
+        if option is None and value:
+            what = "the options of an adapter" if name else "names of adapters, each with its options"
+            raise BadInput(f"{key}={value!r} must be a mapping: {what}, such as lora_rank")
+        if option is not None and option not in OPTIONS:
+            raise BadInput(f"{key} is not known; an adapter has {', '.join(OPTIONS[:-1])} and {OPTIONS[-1]}")
+        if name is not None:
+            options = found.setdefault(adapters.partition(".")[0], {}).setdefault(name.strip('"'), {})
+            options |= {} if option is None else {key: value}
+    return found
+
+
+def common_options(by_cluster: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The settings that all adapters have. One without an option, beside others of its cluster with it, is not like them."""
+    settings: dict[str, Any] = {}
+    for cluster, adapters in by_cluster.items():
+        stated = {key.rpartition(".")[2] for options in adapters.values() for key in options}
+        for name, options in adapters.items():
+            if lacking := sorted(stated - {key.rpartition(".")[2] for key in options}):
+                raise BadInput(
+                    f"{cluster}: the adapter {name} has no {lacking[0]}, but another has it; those of a pipeline must be alike"
+                )
+            for key, value in options.items():
+                option = key.rpartition(".")[2]
+                if option == "lora_target":
+                    option, value = "lora_targets", target_of(key, value)  # noqa: PLW2901 - as a setting has it
+                if settings.setdefault(option, value) != value:
+                    raise BadInput(
+                        f"{key}={value}, but another adapter has {settings[option]}; those of a pipeline must be alike"
+                    )
+    return settings
 
 
 def refuse_another_base(given: Mapping[str, Any]) -> None:

@@ -91,6 +91,16 @@ def test_adapters_become_settings() -> None:
     assert share(**found).loops["a"].window == 1
 
 
+@pytest.mark.parametrize("options", [{"lora_rank": 8}, {}, None], ids=["a rank", "no options", "null"])
+@pytest.mark.parametrize("names", [["v1.5"], ["math"], ["v1.5", "math"], ["v1.5", "v1.6"]], ids=" ".join)
+def test_every_adapter_counts(names: list[str], options: dict[str, Any] | None) -> None:
+    """Also one whose name has a dot, and one without options, which has the lab's."""
+    found, unknown = settings_of({"one": adapted(dict.fromkeys(names, options))})
+    assert found["a.adapters"] == len(names)
+    assert found.get("a.lora_rank") == (8 if options else None)
+    assert not any("adapters" in key for key in unknown)
+
+
 def test_two_files_become_two_pipelines() -> None:
     found, unknown = settings_of({"one": NEMO, "two": ROLL})
     assert found == {
@@ -153,6 +163,11 @@ REFUSED = [
     (changed(ROLL, async_generation_ratio=-1), "must be a number of at least 0"),
     (adapted({"math": {"lora_rank": 8}, "code": {"lora_rank": 16}}), "code.lora_rank=16, but another adapter has 8; those of a"),
     (adapted({"math": {"lora_target": "q_proj"}}), "lora_target='q_proj' must be all-linear, or all layers of attention"),
+    (adapted({"math": {"lora_rank": 8}, "code": None}), "actor_train: the adapter code has no lora_rank, but another has it; those"),
+    (adapted({"math": {"x": {"lora_rank": 8}}}), "math.x.lora_rank is not known; an adapter has lora_rank, lora_alpha and"),
+    (adapted({"math": 8}), "actor_train.model_args.adapters.math=8 must be a mapping: the options of an adapter, such as lora_rank"),
+    (trained_by(model_args={"adapters": ["math"]}), "adapters=['math'] must be a mapping: names of adapters, each with its options, such"),
+    (adapted({"v1.5": {"lora_rank": 8}, "v1.6": {"lora_rank": 16}}), '"v1.6".lora_rank=16, but another adapter has 8; those of a'),
     (adapted({"math": {"dropout": 0.1}}), "math.dropout is not known; an adapter has lora_rank, lora_alpha and lora_target"),
     (adapted({"math": {"lora_rank": 8}}, use_sequence_packing=True), "use_sequence_packing=true is not possible with adapters"),
     (adapted({"math": {"lora_rank": 8}}, overlap_grad_reduce=True), "overlap_grad_reduce=true is not possible with adapters"),
