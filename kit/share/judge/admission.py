@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kit.results.records import Row
 from kit.results.rules import Violations
-from kit.share.judge.books import Books, DeskLedger, need
+from kit.share.judge.books import Books, DeskLedger, need, need_lines
 
 
 def without_held_back(ledger: DeskLedger, books: Books, now: float) -> Books:
@@ -41,6 +41,7 @@ def not_set_up(books: Books, name: str) -> list[str]:
 def admission(ledger: DeskLedger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
+    need_lines(ledger, "acquire", "release")
     limit = ledger.limit("admission_ms", 0) / 1000 * 0.999
     for row, books in ledger.replay():
         if row.event in ("queued", "granted") and row.who in books.clusters and row.who not in books.admitted:

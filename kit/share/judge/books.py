@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -92,12 +92,14 @@ class DeskLedger(Ledger):
         # Before the first row, the second, ... as far as they were read.
         self._books = [Books(self.limit("devices", 0))]
         self._replayed: list[tuple[Row, Books]] | None = None  # all of it, once a rule has read that far
+        self.of_cores = by_cores(self.rows)
         turn = 0
         once: list[Row] = []
         sent: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
         for row in self.rows:
             core = row.get("core")
             turn += core == self.desk or (core is None and row.event in OPERATIONS)
+            turn += row.event == "died" and not self.of_cores  # what follows answers no operation
             if row.event in OPERATIONS and row.get("to") == self.desk:
                 sent[row.who, row.event].append(row)
             elif row.event in OPERATIONS and core == self.desk:
@@ -123,7 +125,6 @@ class DeskLedger(Ledger):
         }
         self.refused = {*refusals.values()}
         self._without_effect = self.refused | refusals.keys()
-        self._of_cores = by_cores(self.rows)
         self._not_noted = {*self._requests_not_noted()}
 
     def limit(self, name: str, default: int) -> int:
@@ -158,7 +159,7 @@ class DeskLedger(Ledger):
         if row.at in self._without_effect:
             return books
         # Of a run of the kit, the ports' rows show when a request ends, not what the desk notes of it.
-        if row.event in ("withdrawn", "expired") and self._of_cores and (row.who, cluster_of(row)) in books.asked:
+        if row.event in ("withdrawn", "expired") and self.of_cores and (row.who, cluster_of(row)) in books.asked:
             return books
         after = books.after(row)
         return after.after(replace(row, metric="queued")) if row.at in self._not_noted else after
@@ -462,6 +463,63 @@ def need(ledger: DeskLedger, *events: str) -> list[Row]:
     if not rows:
         raise Missing(f"the ledger has no {' or '.join(f'`{event}`' for event in events)} event")
     return rows
+
+
+def has_ended(ledger: DeskLedger) -> bool:
+    return any(row.who != ledger.desk for row in ledger.of("ended"))
+
+
+def was_ordered(ledger: DeskLedger, *which: str) -> bool:
+    """Whether the desk says that it has carried out a plan with such operations."""
+    return bool(ledger.of("commit")) and any(row.get(name) for row in ledger.of("plan") for name in which)
+
+
+def has_served(ledger: DeskLedger) -> bool:
+    return has_ended(ledger) and any(row.get("kind") == "generation" for row in ledger.of("granted"))
+
+
+def has_worked(ledger: DeskLedger) -> bool:
+    """Whether a pipeline has ended and one has worked on its devices, or worked on them a second time."""
+    work = [(row.who, cluster_of(row)) for row in ledger.of("granted") if row.get("kind", "generation") != "generation"]
+    ends = has_ended(ledger) and bool(work)
+    return (ends or len({*work}) < len(work)) and not any("release" in row.ids for row in ledger.of("acquire"))
+
+
+def has_released(ledger: DeskLedger) -> bool:
+    """Whether a pipeline has ended, and a plan only puts replicas to sleep, of one that neither leaves nor removes any."""
+    others: set[str] = set()
+    for row in ledger.of("plan", "unregister", "resize") if has_ended(ledger) else ():
+        names = {text.partition(".")[0] for text in str(row.get("shrinks", "")).split()}
+        if row.event != "plan":
+            others.add(row.who)
+        elif names - others and not row.get("grants") and not row.get("expands"):
+            return True
+    return False
+
+
+# Lines of docs/ledger.md that the books are rebuilt from: by one of its events, all of them and what shows that another system left it
+# out. A ledger of the kit's cores leaves nothing out: there a desk that writes no such row did no such thing.
+LINES: Mapping[str, tuple[tuple[str, ...], Callable[[DeskLedger], bool]]] = {
+    "limits": (("limits",), lambda _: True),
+    "acquire": (("acquire", "granted"), lambda ledger: has_ended(ledger) or was_ordered(ledger, "grants")),
+    "release": (("release", "planned_release", "released"), has_worked),
+    "planned_release": (("release", "planned_release", "released"), has_released),
+    "expand": (
+        ("expand", "expanded", "joined", "left", "shrunk"),
+        lambda ledger: has_served(ledger) or was_ordered(ledger, "shrinks", "expands"),
+    ),
+    "progress": (("progress", "progress_end"), has_ended),
+    "unregister": (("unregister", "unregistered"), has_ended),
+}
+LEASES = ("limits", "acquire", "release", "expand")  # who has which device
+
+
+def need_lines(ledger: DeskLedger, *lines: str) -> None:
+    """Raise `Missing` if another system's ledger leaves one of these lines out."""
+    for line in () if ledger.of_cores else lines:
+        events, happened = LINES[line]
+        if not ledger.of(*events) and happened(ledger):
+            need(ledger, *events)
 
 
 def need_plans(ledger: DeskLedger) -> list[Row]:

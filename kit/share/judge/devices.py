@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kit.results.records import Row, numbers
 from kit.results.rules import NotMeasured, Violations
 from kit.results.units import counted
-from kit.share.judge.books import ORDER, RUNS_ON, TRAINER_CALLS, Books, DeskLedger, cluster_of, need
+from kit.share.judge.books import LEASES, ORDER, RUNS_ON, TRAINER_CALLS, Books, DeskLedger, cluster_of, need, need_lines
 from kit.share.judge.stuck import listed_values
 
 
@@ -22,6 +22,7 @@ def gives_devices(row: Row, books: Books) -> bool:
 def one_owner(ledger: DeskLedger) -> Violations:
     """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
+    need_lines(ledger, "release")
     devices = ledger.limit("devices", 0)
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
@@ -107,6 +108,7 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
         raise NotMeasured("no `plan` or `commit` event has the id `idle`")
+    need_lines(ledger, *LEASES)
     last: Row | None = None
     # Of pipelines that leave: a desk may count these devices as idle at once, or once the pipeline is gone.
     given_back: dict[str, set[int]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kit.results.records import Row, numbers
 from kit.results.rules import Missing, NotMeasured, Violations
-from kit.share.judge.books import ON_PURPOSE, Books, DeskLedger, need, replica_of
+from kit.share.judge.books import ON_PURPOSE, Books, DeskLedger, need, need_lines, replica_of
 from kit.share.judge.demand import lacks
 from kit.share.judge.stuck import circle, failure_of_desk, failure_of_pipeline, never_ended, open_requests
 
@@ -15,10 +15,12 @@ from kit.share.judge.stuck import circle, failure_of_desk, failure_of_pipeline, 
 def no_deadlock(ledger: DeskLedger) -> Violations:
     """Do the desk and all pipelines end on their own, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
-    if begun:
+    if begun and (ledger.of_cores or ledger.of("ended")):
         ends = {row.who for row in ledger.of("ended")}
-    else:  # another system's ledger
-        begun = {row.who: row for row in ledger.of("clusters")}
+    else:  # another system's ledger; of its desk no other row than `ended` shows that it ended
+        begun = {name: row for name, row in begun.items() if name != ledger.desk} or {
+            row.who: row for row in ledger.of("clusters")
+        }
         if not begun:
             raise Missing("the ledger has no `begins` or `clusters` event")
         ends = {row.who for row in need(ledger, "ended", "gone", "unregistered")}
@@ -69,6 +71,7 @@ def let_down(ledger: DeskLedger, end: Row) -> bool:
     """
     if ledger.limits.get("planner") == ON_PURPOSE:
         return True
+    need_lines(ledger, "limits", "expand")
     patience = ledger.limit("operation_ms", 60_000) / 1000 * 0.999
     ordered: dict[tuple[str, int], Row] = {}
     for row in itertools.takewhile(lambda row: row.at < end.at, ledger.rows):

@@ -10,7 +10,7 @@ from kit.results.records import Row, numbers, value_in_words
 from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.judge.admission import without_held_back
-from kit.share.judge.books import Books, DeskLedger, cluster_of, need, need_plans
+from kit.share.judge.books import LEASES, Books, DeskLedger, cluster_of, need, need_lines, need_plans
 from kit.share.judge.devices import gives_devices
 from kit.share.judge.specified import SPECIFIED, before_sharing, off_balance, specified
 
@@ -33,6 +33,7 @@ def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
 def plan_valid(ledger: DeskLedger) -> Violations:
     """Is every plan feasible: whole bundles, only active ones shrink, only inactive ones wake, no device freed or given twice?"""
     plans = need(ledger, "plan")
+    need_lines(ledger, *LEASES)
     for row, books in ledger.replay():
         if row.event == "plan":
             yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
@@ -101,8 +102,10 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
     plans = need_plans(ledger)
     if (planner := planner_of(ledger)) not in SPECIFIED:
         raise NotMeasured(f"only the planners {' and '.join(SPECIFIED)} are specified; this run used {planner}")
+    need_lines(ledger, *LEASES, "planned_release", "progress", "unregister")
     for row, books in ledger.replay():
         if row.event == "plan":
+            need_estimates(ledger, books)
             shrinks, _, expands = map(sorted, specified(without_held_back(ledger, books, row.time), planner))
             differing = [
                 sorted({(name, device) for name, _, devices in ops(row, which) for device in devices})
@@ -112,6 +115,13 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
                 yield f"{row} shrinks {differing[0]} and expands {differing[1]}; specified: {shrinks} and {expands}"
     yield from not_planned(ledger)
     return f"{len(plans)} plans"
+
+
+def need_estimates(ledger: DeskLedger, books: Books) -> None:
+    """Raise `Missing` if a request to generate waits in another system's ledger, beside no report, and no row may say for how much."""
+    asks = [name for name, cluster in books.waiting if cluster == "generation" and not books.streams.get(name)]
+    if asks and not ledger.of_cores:
+        need(ledger, "queued")
 
 
 def not_planned(ledger: DeskLedger) -> Iterator[str]:
@@ -141,6 +151,7 @@ def fair_share(ledger: DeskLedger) -> Violations:
     need_plans(ledger)
     if (planner := planner_of(ledger)) not in SPECIFIED:
         raise NotMeasured(f"the planner {planner} does not share by demand")
+    need_lines(ledger, *LEASES, "planned_release", "progress", "unregister")
     count = 0
     for row, books in ledger.turns():
         if books.plan is None and off_balance(books):

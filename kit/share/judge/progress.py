@@ -10,7 +10,7 @@ from kit.results.progress import GroupTally, only_training
 from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
-from kit.share.judge.books import DeskLedger, need
+from kit.share.judge.books import DeskLedger, need, need_lines
 
 
 def progress_ended(ledger: DeskLedger) -> Violations:
@@ -18,6 +18,7 @@ def progress_ended(ledger: DeskLedger) -> Violations:
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
     if not plans:
         raise NotMeasured("no `plan` event has the id `demand`")
+    need_lines(ledger, "progress")
     for row, books in ledger.replay():
         if row.event == "plan" and "demand" in row.ids:
             stated = {text.rpartition(":")[0]: int(text.rpartition(":")[2]) for text in str(row["demand"]).split()}

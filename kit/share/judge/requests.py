@@ -11,7 +11,18 @@ from kit.results.records import Row
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
 from kit.share.judge.admission import is_held_back, without_held_back
-from kit.share.judge.books import ON_PURPOSE, RUNS_ON, Books, DeskLedger, cluster_of, need, need_plans, replica_of
+from kit.share.judge.books import (
+    LEASES,
+    ON_PURPOSE,
+    RUNS_ON,
+    Books,
+    DeskLedger,
+    cluster_of,
+    need,
+    need_lines,
+    need_plans,
+    replica_of,
+)
 from kit.share.judge.demand import could_be_served, is_needy
 from kit.share.judge.plans import ops
 from kit.share.judge.specified import before_sharing
@@ -21,6 +32,7 @@ from kit.share.judge.stuck import device_requests, devices_and_holders, open_req
 def no_request_lost(ledger: DeskLedger) -> Violations:
     """Does every request end, also on replicas that fell asleep, and is it answered once?"""
     count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
+    need_lines(ledger, "release")
     patience = (ledger.limit("request_ms", 60_000) + ledger.limit("admission_ms", 0)) / 1000
     for asked, end in device_requests(ledger):
         if end is not None and end.event == "gone":
@@ -78,6 +90,7 @@ def refused_needlessly(ledger: DeskLedger) -> Iterator[Row]:
         lost = {replica for name, replica in books.out | books.dead if name == row.who}
         cannot = row.who in books.generating or lost.issuperset(books.replicas(row.who))
         if fits and not taken and not (kind == "generation" and cannot) and "release" not in row.ids:
+            need_lines(ledger, "unregister")  # it may have been leaving
             yield row
 
 
@@ -137,6 +150,7 @@ def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
 def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need_plans(ledger)
+    need_lines(ledger, *LEASES)
     passed: dict[Asked, Row] = {}  # the first plan that left out a request which it could grant
     limit = ledger.limit("watchdog_ms", 5_000) / 1000
     for row, books in ledger.replay():
@@ -191,6 +205,7 @@ def no_starvation(ledger: DeskLedger) -> Violations:
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
+    need_lines(ledger, *LEASES, "planned_release")
     longest, reported = 0.0, set[tuple[Wait, float]]()
     for row, books, waits in waits_so_far(ledger):
         if row.event == "expired":
