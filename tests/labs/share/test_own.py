@@ -29,7 +29,7 @@ from kit.share.judge.ends import no_deadlock
 from kit.share.judge.requests import no_starvation
 from kit.share.judge.specified import SPECIFIED
 from kit.share.member import Desk, Pipeline
-from kit.share.planner import PLANNERS, View
+from kit.share.planner import PLANNERS, View, gap_ratio
 from kit.share.state import DeskState, DeskTurn
 from kit.target import replaced
 from tests.labs.parts import failed, passed, why
@@ -340,6 +340,17 @@ OWN: list[dict[str, object]] = [
     {"scheduler": of(own_desk), **FOUR, **SMALL},
     {"scheduler": of(plans_later), **FOUR, **SMALL},
 ]
+
+
+def weighs_replicas_alike(view: View) -> None:
+    with replaced({"kit.share.planner:Gaps.__init__": "kit.labs.share.bugs:gaps_without_tp"}):
+        gap_ratio(view)
+
+
+def test_an_own_planner_may_weigh_a_replica_of_two_devices_as_one() -> None:
+    """A gap-ratio planner that does is wrong; an own one is judged by what it breaks."""
+    verdict, error = simulated(planner=of(weighs_replicas_alike), **{**FOUR, **SMALL, "a.infer_tp": 2})
+    assert (failed(verdict), error) == (set(), "")
 
 
 @pytest.mark.drawn(2, of="right")
