@@ -18,6 +18,7 @@ from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, OWN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
     RESERVED,
+    Held,
     ResidentBytes,
     alone_phases,
     devices_of,
@@ -110,12 +111,34 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
         unseen = not any(lease.owner in sight.owners for sight in then)
         if unseen and seconds(lease.device, lease.since, lease.until) > BETWEEN_LOOKS_S:
             yield f"{lease.owner} recorded a lease of device {lease.device}, but no observer saw its lock"
+    yield from off_its_core(frame, config, held)
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
         for device in devices_of(config, owner):
             own = [lease for lease in held if (lease.owner, lease.device) == (owner, device)]
             if not any(lease.since <= row.time <= lease.until for lease in own):
                 yield f"{row}: it woke on device {device} without a lease of it"
+
+
+def off_its_core(frame: pd.DataFrame, config: ShareConfig, held: list[Held]) -> Iterator[str]:
+    """Yield a violation per lease that lasted longer than between two looks of an observer, and in which a rank was never seen on one core.
+    If no rank ever was, ranks cannot choose: a container does not allow it, or the devices are GPUs."""
+    rows = recorded_on_ranks(frame, MAIN, "seen_cores", "who")
+    if not rows["text"].str.isdigit().any():
+        return
+    seconds = watched(frame, MAIN, config)
+    for who, seen in rows.groupby("who"):
+        looks = [*zip(seen["text"], seen["time"], [*seen["time"][1:], math.inf], strict=True)]
+        for lease in held:
+            mine = lease.owner == role_of(str(who)) and lease.device in devices_of(config, str(who))
+            if (
+                mine
+                and math.isfinite(lease.until)
+                and seconds(lease.device, lease.since, lease.until) > BETWEEN_LOOKS_S
+            ):
+                then = [cores for cores, since, until in looks if since <= lease.until and until > lease.since]
+                if not any(cores.isdigit() for cores in then):
+                    yield f"{who} held device {lease.device} and was only seen on the cores {' and '.join(then)}"
 
 
 def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:

@@ -222,6 +222,24 @@ def test_what_an_observer_could_not_see_is_not_judged(right: list[Facts], check:
     assert check not in failed(verdict_of(rows))
 
 
+def of_cores(rows: list[Facts], held_on: str, but: str = "") -> list[Facts]:
+    """What an observer sees of the cores of ranks: those without a device may use both, and those with one `held_on`, but for one."""
+    looks = [
+        fact("seen_cores", row["time"], text=cores, ids={"who": row["text"]})
+        for row in matching(rows, "lease")
+        for cores in [held_on if row["ids"]["event"] == "taken" and row["text"] != but else "0,1"]
+    ]
+    return [*rows, *({**look, "phase": "shared", "rank": NOTEBOOK} for look in looks)]
+
+
+def test_a_rank_with_a_device_keeps_to_one_core(right: list[Facts]) -> None:
+    assert failed(verdict_of(of_cores(right, "1"))) == set()
+    verdict = verdict_of(of_cores(right, "1", but="a.trainer"))
+    assert failed(verdict) == {"one_owner"}
+    assert "a.trainer held device 0 and was only seen on the cores 0,1" in why(verdict, "one_owner")
+    assert failed(verdict_of(of_cores(right, "0,1"))) == set()  # a container that lets no rank choose
+
+
 @pytest.fixture(scope="module")
 def right() -> list[Facts]:
     return records()
