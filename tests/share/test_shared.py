@@ -283,6 +283,29 @@ def test_a_replaced_replica_is_gone_with_its_pipeline() -> None:
     assert settled(dead_replaced, DeskLedger([*rows[:begin], *again, *rows[begin:]])).value == 0
 
 
+def test_what_observers_saw_is_judged_also_without_releases() -> None:
+    """Devices that are given back go into the books, which another system may leave out; two holders of one device do not need them."""
+    rows: list[dict[str, Any]] = [
+        {"pipeline": "desk", "event": "limits", "devices": 2},
+        *({"pipeline": name, "event": "clusters", "trainer": [0], "generation": [1], "tp": 1} for name in "ab"),
+        *(
+            {"pipeline": name, "event": event, **ids}
+            for name in "ab"
+            for event, ids in (
+                ("acquire", {"kind": "training"}),
+                ("granted", {"kind": "training", "devices": [0]}),
+                ("taken", {"device": 0}),
+            )
+        ),
+        *({"pipeline": name, "event": "ended", "why": "done"} for name in ("a", "b", "desk")),
+    ]
+    rows = [{"time": float(number), **row} for number, row in enumerate(rows)]
+    assert "device 0 is still held by a" in settled(one_owner, DeskLedger(rows)).why
+    once = [row for row in rows if (row["pipeline"], row["event"]) != ("b", "taken")]
+    with pytest.raises(Missing, match="`release`"):
+        settled(one_owner, DeskLedger(once))
+
+
 def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:
     """Seen in the desk's orders alone, and by what observers saw of the devices."""
     fault = next(fault for fault in SCRIPTED if fault.name == "released-while-falling-asleep")

@@ -362,3 +362,83 @@ def test_a_group_may_be_noted_as_trained_after_the_version_rose(late: bool) -> N
     again = [row("reserved", group=1, version=1), row("trained", group=0, version=1)]
     assert "trained before the stop" in resumes(before, *again)
     assert "is lost" in resumes([*begins, bumped, {**trained, "version": 1}], row("reserved", group=1, version=1))
+
+
+# -- groups beyond the run, and groups given up at its end --------------------------------------------------------------------
+
+READY_FIRST: dict[str, Any] = {"sampler": "ready-first", "window": 1, "group": 1, "groups_per_step": 1}
+FIRST_STEP = [row("reserved", group=0, version=0), row("reserved", group=1, version=0), row("bumped", version=1)]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        [row("filtered", group=1), row("dropped", group=1), row("reserved", group=2, version=1), row("ended", why="error", error="x")],
+        [row("filtered", group=1), row("reserved", group=2, version=1), row("bumped", version=2), row("dropped", group=1)],
+        [
+            row("failed", group=1, sample=0),
+            row("reserved", group=2, version=1),
+            row("bumped", version=2),
+            row("failed", group=1),
+        ],
+    ],
+    ids=["of a step that never ended", "filtered before the end", "failed before the end"],
+)  # fmt: skip
+def test_a_group_may_take_the_place_of_one_that_was_lost_in_the_last_step(rest: Rows) -> None:
+    settings = row("capacity", steps=2, on_failed="replace", **READY_FIRST)
+    assert "capacity_kept" not in violations(settings, *FIRST_STEP, *rest)
+    kept = [one for one in rest if one.get("group") != 1]
+    assert "all their groups" in violations(settings, *FIRST_STEP, *kept)["capacity_kept"]
+
+
+def test_what_is_left_when_a_step_shrank_for_a_reason_may_be_given_up() -> None:
+    settings = row(
+        "capacity", sampler="windowed", window=0, groups_per_step=2, steps=1, group=1, on_failed="shrink", filter=True
+    )
+    rows = [
+        settings,
+        *(row("reserved", group=group, version=0) for group in range(3)),
+        row("filtered", group=1),
+        row("dropped", group=1),
+        row("selected", group=0, step=0, version=0),
+        row("begin", step=0),
+        row("aborted", group=2),
+        row("finish", step=0),
+        row("bumped", version=1, step=0),
+    ]
+    assert "eviction_justified" not in violations(*rows)
+    assert "eviction_justified" in violations(*(one for one in rows if one["event"] != "filtered"))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("capacity", **READY_FIRST), row("reserved", group=0, version=0), row("evicted", group=0)],
+        [
+            row("capacity", **{**READY_FIRST, "sampler": "strict"}),
+            row("bumped", version=1),
+            row("reserved", group=0, version=1),
+            row("evicted", group=0),
+        ],
+    ],
+    ids=["by a sampler without age", "of this version"],
+)
+def test_what_is_left_out_excuses_no_eviction_that_nothing_could_justify(rows: Rows) -> None:
+    assert "eviction_justified" in violations(*rows, row("reserved", group=1, version=1))
+
+
+def test_a_pair_of_permits_of_which_one_half_is_left_out_is_not_measured() -> None:
+    slots = [row("slot", group=0), row("slot_back", group=0)]
+    whole = [row("place", group=0), *slots, row("place_back", group=0), row("ended", why="done")]
+    assert finding("permits_return", ledger(*whole)).value == 0
+    with pytest.raises(Missing, match="`place_back`"):
+        finding("permits_return", ledger(*(one for one in whole if one["event"] != "place_back")))
+
+
+def test_a_logged_word_is_no_number_that_is_compared() -> None:
+    rows = [
+        row("metrics", version=1, s_sync="n/a", groups=1),
+        row("trained", group=0, version=0, step=0),
+        row("bumped", version=1),
+    ]
+    assert "metrics_true" not in violations(*rows)

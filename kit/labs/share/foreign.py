@@ -123,7 +123,7 @@ def flat_yaml(content: Mapping[str, Any]) -> dict[str, Any]:
         if not equals:
             raise BadInput(f"nemo_config_overrides has {text!r}; an override is KEY=VALUE")
         values[key] = yaml.safe_load(value)
-    return {key: resolved(value, values) for key, value in values.items()}
+    return dict(resolved(values))
 
 
 def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -136,9 +136,16 @@ def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield place, value
 
 
-def resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return values.get(match[1], value) if match else value
+def resolved(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every value, with what a reference within the file names in its place: another value, or a mapping with all of its keys."""
+    for key, value in values.items():
+        match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        named = match[1] if match else key
+        inside = {place: there for place, there in values.items() if place.startswith(f"{named}.")} if match else {}
+        if inside:
+            yield from ((key + place.removeprefix(named), there) for place, there in inside.items())
+        else:
+            yield key, values.get(named, value)
 
 
 def known(given: Mapping[str, Any]) -> set[str]:

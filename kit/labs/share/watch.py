@@ -121,11 +121,16 @@ class Watch:
                 self._rows.append(
                     Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw, ids=here)
                 )
+            for (
+                pid,
+                name,
+            ) in (
+                self.names.items()
+            ):  # first, as reading memory takes long, and ranks choose cores while they hold a device
+                self._see_cores(pid, name, at)
             if not self.blind:
                 self._see_owners(at)
             self._see_memory()
-            for pid, name in self.names.items():
-                self._see_cores(pid, name, at)
             self._saw = at
             if self._gpus and at >= self._next_gpus:
                 self._next_gpus = at + GPUS_EVERY_S

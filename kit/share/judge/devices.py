@@ -22,9 +22,9 @@ def gives_devices(row: Row, books: Books) -> bool:
 def one_owner(ledger: DeskLedger) -> Violations:
     """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
+    yield from held_twice(ledger)
     need_lines(ledger, "release")
-    devices = ledger.limit("devices", 0)
-    count, seen = 0, dict[int, str]()
+    devices, count = ledger.limit("devices", 0), 0
     for row, books in ledger.replay():
         if row.event == "granted" and row.get("kind") not in (None, *ORDER):
             yield f"{row}: there is no kind {row['kind']!r} of work; the kinds are {', '.join(ORDER)}"
@@ -39,16 +39,23 @@ def one_owner(ledger: DeskLedger) -> Violations:
                 if devices and not 0 <= device < devices:
                     yield f"{row}: there is no device {device} (`limits`: {counted(devices, 'device')})"
             yield from on_others_devices(row, books)
-        elif row.event == "taken":
+    yield from released_early(ledger)
+    return f"devices were assigned {count} times; number of devices: {devices}"
+
+
+def held_twice(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per device that one takes before another has freed it, as observers saw it."""
+    seen: dict[int, str] = {}
+    for row in ledger.of("taken", "freed", "died", "gone"):
+        if row.event == "taken":
             if seen.get(row["device"], row.who) != row.who:
                 yield f"{row}: device {row['device']} is still held by {seen[row['device']]}"
             seen[row["device"]] = row.who
-        elif row.event == "freed" and seen.get(row["device"]) == row.who:
-            del seen[row["device"]]
-        elif row.event in ("died", "gone"):
+        elif row.event == "freed":
+            if seen.get(row["device"]) == row.who:
+                del seen[row["device"]]
+        else:
             seen = {device: name for device, name in seen.items() if name != row.who}
-    yield from released_early(ledger)
-    return f"devices were assigned {count} times; number of devices: {devices}"
 
 
 def on_others_devices(row: Row, books: Books) -> Iterator[str]:

@@ -232,7 +232,7 @@ def _lacking(ledger: LoopLedger) -> set[str]:
     numbers_of = [*ledger.by_event["metrics"], *ledger.by_event["logged"]]
     lacking |= {name for name, events in COUNTED_FROM.items() if any(map(ledger.leaves_out, events))}
     lacking |= {f"total_{name}" for name in ENDS if not any(map(ends_group, ledger.by_event[name]))}
-    lacking &= {name for row in numbers_of for name in lacking & row.ids.keys() if float(row[name])}  # 0 needs no rows
+    lacking &= {name for row in numbers_of for name in lacking & row.ids.keys() if row[name] != 0}  # 0 needs no rows
     open_syncs = len(ledger.by_event["sync_begin"]) - sum(map(ends_sync, ledger.rows))
     calls = [str(row["of"]) for row in ledger.of("done", "error") if row.get("of") in DOING]
     if any(map(ledger.leaves_out, calls)) or (ledger.ended and len(calls) < len(ledger.of(*DOING))):

@@ -107,20 +107,24 @@ def admitted(ledger: LoopLedger) -> Violations:
                 yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
             elif sampler in BY_TARGET and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
-    yield from _beyond_the_run(ledger, batch, heirs)
+    yield from _beyond_the_run(ledger, batch, heirs, failed)
     return f"{counted(started, 'group')} started in time"
 
 
-def _beyond_the_run(ledger: LoopLedger, batch: int, heirs: Set[Id]) -> Iterator[str]:
-    """Yield a violation per group that no step of the run can train: it is for a later one, or all steps had groups that were not lost."""
+def _beyond_the_run(
+    ledger: LoopLedger, batch: int, heirs: Set[Id], failed: Mapping[Id, Sequence[Row]]
+) -> Iterator[str]:
+    """Yield a violation per group that no step of the run can train: it is for a later one, or all steps had groups that were not lost.
+    What is given up after the last step does not count as lost."""
     steps, sampler = ledger.limit("steps"), ledger.setting("sampler")
     if (
         steps is None or sampler not in GATED or sampler == "capacity"
-    ):  # others do not know the steps, or go by what is running
+    ):  # an own one does not know the steps, "capacity" ignores them
         return
-    until = ledger.by_event["bumped"][-1].at
-    lost = [end for end in ledger.of(*LOST, "evicted", "filtered") if ledger.is_end(end) and end.at < until]
-    started = ledger.start * batch - len(lost)
+    last = ledger.by_event["bumped"][-1]
+    until = last.at if last["version"] >= steps else ledger.rows[-1].at + 1
+    ends = (end for end in ledger.of(*LOST, "evicted", "filtered") if ledger.is_end(end))
+    started = ledger.start * batch - sum(_lost_at(ledger, end, failed) < until for end in ends)
     for row in ledger.by_event["reserved"]:
         started += row["group"] not in heirs
         target = row.number("target", -1)

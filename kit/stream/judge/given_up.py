@@ -6,7 +6,7 @@ its end, and such tokens are counted as wasted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, pairwise
 
 from kit.results.records import Id, Row
@@ -25,7 +25,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     undone = _undone(ledger)
     chosen = _chosen(ledger)
     evicts_by = ledger.stated("evicts_by")
-    last = _goes_on_until(ledger, len(evidence))
+    last = _goes_on_until(ledger, {*evidence})
     before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
     if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:
         raise NotMeasured(
@@ -61,22 +61,29 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
 
 def _unwritten(ledger: LoopLedger, end: Row) -> str:
     """What another system leaves out that could show why a group was evicted or aborted."""
-    if ledger.leaves_out("bumped"):
-        return "`bumped` event"
     if ledger.leaves_out("selected") and any(abort.at < end.at for abort in ledger.by_event["abort"]):
         return "`selected` event"
-    by_target = ledger.setting("sampler") in BY_TARGET
-    return "`reserved` event with `target`" if by_target and ledger.leaves_out("reserved", "target") else ""
+    sampler = ledger.setting("sampler")
+    if sampler in NO_AGE_LIMIT:
+        return ""
+    if ledger.leaves_out("bumped"):
+        return "`bumped` event"
+    begun = next(row for row in ledger.life[end["group"]] if row.event == "reserved")
+    if sampler not in BY_TARGET or begun.number("version") == ledger.version_at(end):
+        return ""
+    return "`reserved` event with `target`" if ledger.leaves_out("reserved", "target") else ""
 
 
-def _goes_on_until(ledger: LoopLedger, failed: int) -> int:
-    """The last row before the end of the loop: what begins last, or the bump of a last step that shrank by more groups than failed."""
+def _goes_on_until(ledger: LoopLedger, failed: Set[Id]) -> int:
+    """The last row before the end of the loop: what begins last, or the bump of a last step that shrank by more groups than failed or were
+    dropped for a reason."""
     last = max(row.at for name in BEGINS for row in ledger.by_event[name])
     step, groups = next(reversed(ledger.steps), None), ledger.limit("groups_per_step")
     if step is None or step.bumped is None or groups is None or ledger.setting("on_failed") != "shrink":
         return last
     selected = {row["group"] for row in step.of("selected")}
-    return max(last, step.bumped.at) if selected and groups - len(selected) > failed else last
+    excused = failed | {row["group"] for row in ledger.by_event["dropped"] if not _not_dropped(ledger, row)}
+    return max(last, step.bumped.at) if selected and groups - len(selected) > len(excused) else last
 
 
 def _chosen(ledger: LoopLedger) -> Mapping[Id, int] | None:

@@ -41,6 +41,8 @@ def permits_return(ledger: LoopLedger) -> Violations:
         yield f"{row}: never returned"
     if (in_use or granted) and not ledger.ended:
         raise Missing(f"the ledger has no `ended` event, so {counted(in_use + len(granted), 'permit')} may be in use")
+    if lacks:
+        raise Missing(f"the ledger has no {' and no '.join(f'`{event}`' for event in lacks)} event")
     return f"{counted(sum(len(ledger.by_event[taken]) for taken, _ in pairs) + len(requests), 'permit')} taken and returned"
 
 

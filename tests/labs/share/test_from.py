@@ -74,6 +74,14 @@ def adapted(adapters: dict[str, Any], **more: Any) -> dict[str, Any]:
     return changed(content, actor_train={**content["actor_train"], **more})
 
 
+def test_adapters_may_be_those_that_another_cluster_names() -> None:
+    content = adapted({"math": {"lora_rank": 8}, "v1.5": {"lora_rank": 8}})
+    infer = {**ROLL["actor_infer"], "model_args": {"adapters": "${actor_train.model_args.adapters}"}}
+    found, unknown = settings_of({"one": changed(content, actor_infer=infer)})
+    assert (found["a.adapters"], found["a.lora_rank"]) == (2, 8)
+    assert not [key for key in unknown if "adapters" in key]
+
+
 def test_adapters_become_settings() -> None:
     each = {"lora_target": "all-linear", "lora_rank": 8, "lora_alpha": 8}
     content = adapted({"Sokoban1": each, "Sokoban2": each}, use_sequence_packing=False)
