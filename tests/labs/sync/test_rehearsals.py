@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError, RehearsedError
 from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.ranks import sweep
 from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived, of_trainer
 from kit.labs.sync.ranks.scenes import WHY, leaves_before_a_bucket_in_the_middle
 from kit.labs.sync.ranks.side import miscounted
@@ -335,3 +336,15 @@ def test_a_share_that_compares_the_same_tensors_of_two_versions_is_counted(
         again,
         bool(again),
     )
+
+
+@pytest.mark.parametrize("mebibytes", [1, 16, 64])
+def test_the_sweep_reloads_its_tensors_elsewhere(mebibytes: int) -> None:
+    """Whatever place the allocator prefers: at the old one, who still reads there would read the right bytes."""
+    tensors = sweep.contents(SyncConfig(sweep_mib=mebibytes))
+    before = {key: (tensor.data_ptr(), tensor.clone()) for key, tensor in tensors.items()}
+    in_the_way = sweep.reload_elsewhere(tensors)
+    for key, (place, content) in before.items():
+        assert tensors[key].data_ptr() != place
+        assert torch.equal(tensors[key], content)
+    assert not any(tensor.any() for tensor in in_the_way)

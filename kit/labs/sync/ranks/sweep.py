@@ -24,6 +24,7 @@ from kit.sync.sender import Sender, Target
 TENSOR = 256 * 1024 - 64  # bytes; no multiple of 512, so neighbours in memory are not neighbours in a bucket
 SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
 TURNS = 3
+MOST_TRIES = 8  # to get memory at another place
 
 
 def send_once(trainer: SyncTrainer, target: Target) -> None:
@@ -40,7 +41,7 @@ def send_once(trainer: SyncTrainer, target: Target) -> None:
     record_rates(trainer, plain, transport="memcpy")
     del whole, into
 
-    old_place: list[torch.Tensor] = []
+    in_the_way: list[torch.Tensor] = []
     for number, (name, size) in enumerate(ways(config)):
         layout = lay_out(specs(config), size)
         cache, bound = Cache(layout), Bound(layout, tensors)
@@ -58,25 +59,28 @@ def send_once(trainer: SyncTrainer, target: Target) -> None:
         rates = []
         for turn in range(TURNS + 1):
             if (number, turn) == (0, 1):
-                old_place.append(reload_elsewhere(tensors))
+                in_the_way += reload_elsewhere(tensors)
             events = dict(sender.sync(turn, [target], lambda: bound).log.events)  # noqa: B023 - called at once
             rates.append(total / (events["apply"] - events["ready"]))
         cache.close()
-        old_place.clear()
+        in_the_way.clear()
         record_rates(trainer, rates, transport=name, bucket_size=size)
 
 
-def reload_elsewhere(tensors: dict[Key, torch.Tensor]) -> torch.Tensor:
-    """Offload the tensors and reload them to another place, as between two syncs: what is bound to them must follow. Returns what lies at
-    the old place."""
+def reload_elsewhere(tensors: dict[Key, torch.Tensor]) -> list[torch.Tensor]:
+    """Offload the tensors and reload them to another place, as between two syncs: what is bound to them must follow. Returns what keeps
+    them from their old place, which has other bytes now."""
     storage = next(iter(tensors.values())).untyped_storage()  # they lie side by side in it
     whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-    kept, size = whole.clone(), storage.nbytes()
-    storage.resize_(0)
-    other = torch.zeros(size, dtype=torch.uint8)
-    storage.resize_(size)
+    kept, size, old = whole.clone(), storage.nbytes(), storage.data_ptr()
+    whole.zero_()  # freed memory keeps its bytes, and right ones would hide who still reads them
+    in_the_way: list[torch.Tensor] = []
+    while storage.data_ptr() in (0, old) and len(in_the_way) < MOST_TRIES:  # the allocator decides
+        storage.resize_(0)
+        in_the_way.append(torch.zeros(size, dtype=torch.uint8))
+        storage.resize_(size)
     whole.copy_(kept)
-    return other
+    return in_the_way
 
 
 def record_rates(trainer: SyncTrainer, rates: list[float], **ids: Any) -> None:
