@@ -96,6 +96,26 @@ def test_a_wrong_core_is_found_made_small_and_replayed(lab: str, settings: dict[
         assert rule in failed
 
 
+def test_a_desk_without_admission_lets_a_trainer_go_first_at_once() -> None:
+    """Also while the next pipeline is still being set up: an awaited time of 0 s is none."""
+    loops: dict[str, dict[str, Any]] = {
+        "a": {"infer": [1], "train": [1], "steps": [[28], [129]], "initialisation_ms": 0, "training_ms": 50},
+        "b": {"infer": [0], "train": [0], "steps": [[100]], "initialisation_ms": 300, "training_ms": 100},
+    }
+    same = {
+        "tp": 1,
+        "start_ms": 0,
+        "logprobs_ms": 0,
+        "reports": True,
+        "estimates": False,
+        "validates": False,
+        "waits": False,
+    }
+    desk = {"devices": 2, "sleep_ms": 50, "wake_ms": 1, "admission": False, "broken": [], "happens": [], "frail": []}
+    world = {**desk, "pipelines": [{**same, **loop} for loop in loops.values()]}
+    assert replay("share", world).findings == {}
+
+
 def test_only_groups_that_replicas_lost_excuse_an_end_below_the_floor() -> None:
     """What a core notes about its groups does not."""
 

@@ -20,11 +20,10 @@ def without_held_back(ledger: DeskLedger, books: Books, now: float) -> Books:
 
 
 def is_held_back(ledger: DeskLedger, books: Books, name: str, kind: str, waited: float) -> bool:
-    """Whether a request to train must wait until the next pipeline is set up, which the desk may await for `admission_ms`."""
-    if kind != "training":
-        return False
+    """Whether a request to train must wait until the next pipeline is set up, which the desk may await for `admission_ms`; without that
+    it awaits none."""
     longest = ledger.limit("admission_ms", 0) / 1000 * 1.001
-    return waited <= longest and bool(not_set_up(books, name))
+    return kind == "training" and longest > 0 and waited <= longest and bool(not_set_up(books, name))
 
 
 def not_set_up(books: Books, name: str) -> list[str]:
