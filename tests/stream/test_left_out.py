@@ -427,6 +427,16 @@ def test_what_is_left_out_excuses_no_eviction_that_nothing_could_justify(rows: R
     assert "eviction_justified" in violations(*rows, row("reserved", group=1, version=1))
 
 
+def test_an_eviction_that_cannot_be_judged_hides_no_other_end() -> None:
+    """Without `bumped` the eviction may have been due; the straggler was dropped for no reason all the same."""
+    settings = row("capacity", sampler="windowed", window=0, group=1, groups_per_step=1, on_failed="replace")
+    begun = [row("reserved", group=group, version=0) for group in range(3)]
+    with pytest.raises(Missing, match="`bumped`"):
+        finding("eviction_justified", ledger(settings, *begun[:2], row("evicted", group=0), begun[2]))
+    ends = [row("evicted", group=0), row("dropped", group=1)]
+    assert "`dropped` of group 1" in violations(settings, *begun[:2], *ends, begun[2])["eviction_justified"]
+
+
 def test_a_pair_of_permits_of_which_one_half_is_left_out_is_not_measured() -> None:
     slots = [row("slot", group=0), row("slot_back", group=0)]
     whole = [row("place", group=0), *slots, row("place_back", group=0), row("ended", why="done")]

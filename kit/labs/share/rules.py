@@ -131,13 +131,10 @@ def off_its_core(frame: pd.DataFrame, config: ShareConfig, held: list[Held]) -> 
         looks = [*zip(seen["text"], seen["time"], [*seen["time"][1:], math.inf], strict=True)]
         for lease in held:
             mine = lease.owner == role_of(str(who)) and lease.device in devices_of(config, str(who))
-            if (
-                mine
-                and math.isfinite(lease.until)
-                and seconds(lease.device, lease.since, lease.until) > BETWEEN_LOOKS_S
-            ):
+            ended = mine and math.isfinite(lease.until)
+            if ended and seconds(lease.device, lease.since, lease.until) > BETWEEN_LOOKS_S:
                 then = [cores for cores, since, until in looks if since <= lease.until and until > lease.since]
-                if not any(cores.isdigit() for cores in then):
+                if then and not any(cores.isdigit() for cores in then):
                     yield f"{who} held device {lease.device} and was only seen on the cores {' and '.join(then)}"
 
 

@@ -121,12 +121,8 @@ class Watch:
                 self._rows.append(
                     Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw, ids=here)
                 )
-            for (
-                pid,
-                name,
-            ) in (
-                self.names.items()
-            ):  # first, as reading memory takes long, and ranks choose cores while they hold a device
+            # Cores first: reading memory takes long, and ranks choose cores only while they hold a device.
+            for pid, name in self.names.items():
                 self._see_cores(pid, name, at)
             if not self.blind:
                 self._see_owners(at)

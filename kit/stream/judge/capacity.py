@@ -117,9 +117,8 @@ def _beyond_the_run(
     """Yield a violation per group that no step of the run can train: it is for a later one, or all steps had groups that were not lost.
     What is given up after the last step does not count as lost."""
     steps, sampler = ledger.limit("steps"), ledger.setting("sampler")
-    if (
-        steps is None or sampler not in GATED or sampler == "capacity"
-    ):  # an own one does not know the steps, "capacity" ignores them
+    # An own sampler does not know the steps, and "capacity" goes by what is running.
+    if steps is None or sampler not in GATED or sampler == "capacity":
         return
     last = ledger.by_event["bumped"][-1]
     until = last.at if last["version"] >= steps else ledger.rows[-1].at + 1

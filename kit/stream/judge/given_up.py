@@ -31,7 +31,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
         raise NotMeasured(
             "the ledger has no `capacity` event with `sampler` or `on_failed`, so any end may be intended"
         )
-    judged = 0
+    judged, unwritten = 0, ""
     for row in before:
         failures = [failure for failure in evidence.get(row["group"], ()) if failure.at < row.at]
         judged += 1
@@ -42,7 +42,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
                 else _not_chosen(row, chosen) or _not_too_old(ledger, row)
             )
             if why and (lacks := _unwritten(ledger, row)):
-                raise Missing(f"the ledger has no {lacks}, so {row} may have a reason")
+                unwritten, why = unwritten or f"the ledger has no {lacks}, so {row} may have a reason", ""
             if why and evicts_by and not _not_chosen(row, chosen):
                 judged, why = judged - 1, ""  # the sampler says that it goes by something else
         elif row.event == "dropped":
@@ -51,6 +51,8 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
             why = _not_failed(ledger, row, failures)
         if why:
             yield f"{row}: {why}"
+    if unwritten:
+        raise Missing(unwritten)
     if judged < len(before):
         raise NotMeasured(
             f"{counted(len(before) - judged, 'group')} evicted that were not too old; the sampler states evicts_by={evicts_by!r}, which "

@@ -237,6 +237,11 @@ def test_a_rank_with_a_device_keeps_to_one_core(right: list[Facts]) -> None:
     verdict = verdict_of(of_cores(right, "1", but="a.trainer"))
     assert failed(verdict) == {"one_owner"}
     assert "a.trainer held device 0 and was only seen on the cores 0,1" in why(verdict, "one_owner")
+    late = [
+        row | {"time": 1e12} if row["metric"] == "seen_cores" and row["ids"]["who"] == "a.trainer" else row
+        for row in of_cores(right, "1")
+    ]
+    assert failed(verdict_of(late)) == set()  # nobody saw it while it held its device
     assert failed(verdict_of(of_cores(right, "0,1"))) == set()  # a container that lets no rank choose
 
 
